@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _Class = TypeVar("_Class", bound=type)
-_NOTED = "_deepspeed_problems"
+_PROBLEMS_ATTRIBUTE = "_deepspeed_problems"
 _KNOWN = ("deepspeed", "deepspeed_ext", "torch")  # packages whose methods are expected
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -59,13 +59,13 @@ def replace_attributes(target: Any, /, **attributes: Any) -> Iterator[None]:
 
 def check_overrides(cls: _Class) -> _Class:
     """Class decorator: check a class with one of DeepSpeed's among its bases, and record mismatches."""
-    setattr(cls, _NOTED, tuple(_find_problems(cls)))
+    setattr(cls, _PROBLEMS_ATTRIBUTE, tuple(_find_problems(cls)))
     return cls
 
 
 def override_problems(cls: type) -> tuple[str, ...]:
     """Return the mismatches of a checked class with DeepSpeed's class, one clause each."""
-    clauses: tuple[str, ...] = getattr(cls, _NOTED)
+    clauses: tuple[str, ...] = getattr(cls, _PROBLEMS_ATTRIBUTE)
     return clauses
 
 
@@ -119,9 +119,9 @@ def _find_problems(cls: type) -> Iterator[str]:
         path, why = f"{parent.__module__}.{parent.__qualname__}.{name}", purpose(_function(ours).__doc__)
         if not _is_marked(ours):
             if parent_member is not None:
-                yield f"{path} is new to us, and a method of ours has its name"
+                yield f"{path} is new in DeepSpeed, and has the name of one of our methods"
         elif parent_member is None:
-            yield f"{path} is gone (used to {why})"
+            yield f"{path} no longer exists (used to {why})"
         elif _kind(ours) != _kind(parent_member):
             yield f"{path} is {_kind(parent_member)}, expected {_kind(ours)} (used to {why})"
         elif not fits(plain_signature(_function(ours)), plain_signature(_function(parent_member))):

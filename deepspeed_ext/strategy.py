@@ -19,7 +19,9 @@ Note [Placements, moves and strategies]
 """
 
 import functools
+import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
@@ -27,6 +29,8 @@ from enum import Enum, IntEnum
 _BUCKETS = 16
 # ... unless a bucket would have fewer elements than this; DDP's have 25 MB.
 _LEAST_BUCKET = 1 << 22
+_PLAIN_NAME = re.compile(r"^([NIG])([NIG])([NIG])(?![\w-])")
+_HYPHENATED_NAME = re.compile(r"^([NIG])-([NIG])-([NIG])(?![\w-])")
 
 
 class Placement(IntEnum):
@@ -213,15 +217,19 @@ class Strategy:
         coarser = [letter for letter in ("p", "g") if getattr(self, letter) > self.os]
         if coarser:
             raise ValueError(
-                f"{self.name} is not a strategy: optimizer states must be sharded at least as finely as parameters "
+                f"{self} is not a strategy: optimizer states must be sharded at least as finely as parameters "
                 f"and as gradients (N < I < G), but os = {self.os.name} is coarser than "
                 f"{' and than '.join(f'{c} = {getattr(self, c).name}' for c in coarser)}. Optimizer states are the "
                 f"largest of the three and are used once a step: replicating them to save a smaller one costs memory."
             )
 
+    def __str__(self) -> str:
+        """Return the three letters with hyphens, as in messages: N-I-G."""
+        return hyphenate(self.name)
+
     @property
     def name(self) -> str:
-        """Return the three letters, in the order p, g, os."""
+        """Return the three letters, in the order p, g, os, as in configurations and files: NIG."""
         return self.p.name + self.g.name + self.os.name
 
     @property
@@ -305,29 +313,48 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
+def hyphenate(name: str) -> str:
+    """Return the name of a strategy, which may have a suffix, as messages write it: ``N-I-G + LoCo``.
+
+    Other names are returned unchanged.
+    """
+    return _PLAIN_NAME.sub(r"\1-\2-\3", name)
+
+
+def hyphenated(names: Iterable[str]) -> str:
+    """Return the names of several strategies for a message."""
+    return ", ".join(map(hyphenate, names))
+
+
+def plain_name(text: str) -> str:
+    """Return the name of a strategy, which may have a suffix, without hyphens; other texts are returned unchanged."""
+    return _HYPHENATED_NAME.sub(r"\1\2\3", text)
+
+
 def parse_strategy(name: object, besides: str = "") -> Strategy:
     """Return the strategy with that name.
 
     Args:
-        name: the three letters.
+        name: the three letters, with or without hyphens.
         besides: other accepted values, for the message.
 
     Raises:
         ValueError: there is no strategy with that name. The message lists the 14; for one of the other 13 combinations
             of letters, it says why it is no strategy.
     """
-    if isinstance(name, str) and name in STRATEGIES:
-        return STRATEGIES[name]
-    why = ""
-    if isinstance(name, str) and len(name) == 3 and set(name) <= set(Placement.__members__):
+    plain = plain_name(name) if isinstance(name, str) else ""
+    if plain in STRATEGIES:
+        return STRATEGIES[plain]
+    why, close = "", plain_name(plain.strip().upper())
+    if len(plain) == 3 and set(plain) <= set(Placement.__members__):
         try:
-            _row(name, "")
+            _row(plain, "")
         except ValueError as error:
             why = f" {error}"
-    elif isinstance(name, str) and name.strip().upper() in STRATEGIES:
-        why = f" Did you mean {name.strip().upper()!r}?"
+    elif close in STRATEGIES:
+        why = f" Did you mean {hyphenate(close)!r}?"
     raise ValueError(
-        f"paro_strategy must be one of {', '.join(STRATEGIES)} (placements of p, g, os){besides}, got {name!r}.{why}"
+        f"paro_strategy must be one of {hyphenated(STRATEGIES)} (placements of p, g, os){besides}, got {name!r}.{why}"
     )
 
 

@@ -27,8 +27,9 @@ from deepspeed_ext.checkpoint.experts import (
 from deepspeed_ext.checkpoint.files import CheckpointFiles, holds_parameters_only
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import all_reduce_min, raise_together, run_on_all_or_raise
-from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.zero.flat.update_gathers import WaitHook
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameter_order import first_difference
@@ -260,12 +261,12 @@ class Check:
         saved = " It"
         if header:
             saved = (
-                f" The checkpoint was saved with paro_strategy {header['strategy']} in groups of "
+                f" The checkpoint was saved with paro_strategy {hyphenate(header['strategy'])} in groups of "
                 f"{header['group_size']}, by {header['ranks']} ranks; it"
             )
         strategy, sizes = self._optimizer.strategy, self._optimizer.topology.all_groups.sizes
         return (
-            f"{saved} is loaded with paro_strategy {strategy.name} in groups of {sizes.group_size}, by "
+            f"{saved} is loaded with paro_strategy {strategy} in groups of {sizes.group_size}, by "
             f"{sizes.ranks} ranks. If these shard the states otherwise, convert it once:\n"
             f"  python -m deepspeed_ext convert --input_folder {self.folder} "
             f"--output_folder {self.folder}_universal\n"
@@ -289,7 +290,7 @@ class UniversalCheck(Check):
     """The checks of a load from a universal checkpoint; ranks share the work of checking each parameter's files."""
 
     def _check(self, strict: bool | None) -> None:
-        if layers := native_mixtures(self._engine.module):
+        if layers := deepspeed_moe_layers(self._engine.module):
             raise CheckpointError(
                 f"{self.folder} is a universal checkpoint, and DeepSpeed's universal checkpoints do not support "
                 f"experts of MoE layers ({', '.join(layers)}). Load the original checkpoint with the strategy, group "

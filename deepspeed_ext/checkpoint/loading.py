@@ -23,7 +23,7 @@ from deepspeed_ext.checkpoint.memory_restore import restore_from_memory
 from deepspeed_ext.checkpoint.outer_states import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
-from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.overrides import replace_attributes
 
@@ -110,7 +110,7 @@ def _choose_tag(engine: Engine, load_dir: str, tag: str | None) -> str:
 
 def _convert(engine: Engine, load_dir: str, tag: str, reason: str) -> tuple[str, IO[str] | None]:
     """Convert a checkpoint that does not fit this run; see ``convert_for_load``."""
-    if layers := native_mixtures(engine.module):
+    if layers := deepspeed_moe_layers(engine.module):
         raise CheckpointError(
             f"{reason}\nIt cannot be converted either: DeepSpeed's universal checkpoints do not support "
             f"experts of MoE layers ({', '.join(layers)})."

@@ -58,7 +58,7 @@ from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL
 from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, replace_text, resolve_links
 from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.progress import track_progress
-from deepspeed_ext.strategy import STRATEGIES, Placement
+from deepspeed_ext.strategy import STRATEGIES, Placement, hyphenate
 from deepspeed_ext.zero.flat.states import with_stock_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
@@ -159,8 +159,8 @@ def _refuse_experts(folder: Path) -> None:
     several = STRATEGIES[header["strategy"]].os != Placement.G if header.get("strategy") else False
     if prefixes and header.get(EXPERT_ORDER) and several:
         raise ValueError(
-            f"{folder} was saved with use_data_before_expert_parallelism and {header['strategy']}, whose experts' "
-            f"states are in several files each, and cannot be converted. {way_out}"
+            f"{folder} was saved with use_data_before_expert_parallelism and {hyphenate(header['strategy'])}, whose "
+            f"experts' states are in several files each, and cannot be converted. {way_out}"
         )
 
 
@@ -292,7 +292,7 @@ def _momentum(state: Mapping[str, Any], saved: Mapping[str, Any], numel: int) ->
         problem = "has a loss scale or not" if scaled else f"is of {momentum.numel()} elements, expected {numel}"
         raise ValueError(
             f"The checkpoint is of DeepSpeed's own Muon, whose momentum {problem}, depending on optimizer offload. "
-            f"Load it with a paro_strategy on as many ranks (NGG for stages 1 and 2, GGG for stage 3), save it, and "
-            f"convert that."
+            f"Load it with a paro_strategy on as many ranks (N-G-G for stages 1 and 2, G-G-G for stage 3), save it, "
+            f"and convert that."
         )
     return unscaled_momentum(state, momentum, offloaded=False).float()

@@ -9,11 +9,11 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.implied import as_written, refuse_unread_stage
-from deepspeed_ext.config.keys import FASTEST, OF_FASTEST, SECTION, STRATEGY, our_keys
+from deepspeed_ext.config.implied import refuse_unread_stage, without_implied_stage
+from deepspeed_ext.config.keys import FASTEST, FASTEST_KEYS, SECTION, STRATEGY, our_keys
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE
-from deepspeed_ext.config.refused import refuse_beside
-from deepspeed_ext.config.section import ParoZeroConfig, active_strategy, parse_section, save_settings, undecided
+from deepspeed_ext.config.refused import refuse_conflicts
+from deepspeed_ext.config.section import ParoZeroConfig, active_strategy, parse_section, save_settings, wants_fastest
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 
 if TYPE_CHECKING:
@@ -38,27 +38,28 @@ def check_config(config: "DeepSpeedConfig", mpu: Any = None, mesh_device: Any = 
 
 
 def _check_strategy(
-    config: "DeepSpeedConfig", zero: ParoZeroConfig, given: list[str], mpu: Any, mesh_device: Any
+    config: "DeepSpeedConfig", zero: ParoZeroConfig, keys: list[str], mpu: Any, mesh_device: Any
 ) -> None:
     from deepspeed import comm as dist
     from deepspeed.utils import log_dist
 
+    # Without process groups the number of ranks is unknown; the engine checks the size later.
     if zero.paro_group_size is not None and dist.is_initialized():
         GroupSizes(sharding_ranks(config, mpu), zero.paro_group_size)
     strategy = active_strategy(config)
-    if strategy is None and not undecided(config):
+    if strategy is None and not wants_fastest(config):
         return
-    refuse_mesh(given, mpu, mesh_device)
+    refuse_mesh(keys, mpu, mesh_device)
     save_settings(config)
     _check_muon(config)
     if strategy is None:
         possible_strategies(config)
         return
-    refuse_beside(config, strategy)
+    refuse_conflicts(config, strategy)
     if strategy.p == Placement.N and not zero.use_multi_rank_bucket_allreduce:
         log_dist(
-            f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: a bucket is "
-            f"reduced to the owners of its parts either way",
+            f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: "
+            f"gradients are always reduced to the ranks that own them",
             ranks=[0],
         )
 
@@ -108,28 +109,28 @@ def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
     """
     possible: list[Strategy] = []
     reasons: dict[str, list[str]] = {}
-    for name, strategy in STRATEGIES.items():
+    for strategy in STRATEGIES.values():
         try:
-            decided(config, strategy)
+            with_strategy(config, strategy)
             possible.append(strategy)
         except (ValueError, AssertionError) as error:
             # Without the strategy's name, equal reasons of several strategies merge into one.
-            reasons.setdefault(str(error).replace(name, "it"), []).append(name)
+            reasons.setdefault(str(error).replace(str(strategy), "it"), []).append(str(strategy))
     if not possible:
         details = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} leaves no strategy to choose from. {details}")
+        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} has no strategy to choose from. {details}")
     return possible
 
 
-def decided(config: "DeepSpeedConfig", strategy: Strategy) -> "DeepSpeedConfig":
+def with_strategy(config: "DeepSpeedConfig", strategy: Strategy) -> "DeepSpeedConfig":
     """Return a copy of a parsed configuration with this strategy in place of the fastest.
 
     Raises:
         ValueError: the rest of the configuration contradicts the strategy.
         AssertionError: DeepSpeed's own checks fail.
     """
-    written = as_written(config._param_dict[SECTION])
-    section = {key: value for key, value in written.items() if key not in OF_FASTEST} | {STRATEGY: strategy.name}
+    written = without_implied_stage(config._param_dict[SECTION])
+    section = {key: value for key, value in written.items() if key not in FASTEST_KEYS} | {STRATEGY: strategy.name}
     # Only parse the section: parsing everything again would recompute batch sizes from the number of ranks.
     new_config = copy.copy(config)
     new_config._param_dict = {**config._param_dict, SECTION: section}
@@ -137,7 +138,7 @@ def decided(config: "DeepSpeedConfig", strategy: Strategy) -> "DeepSpeedConfig":
     new_config.zero_optimization_stage = new_config.zero_config.stage
     new_config.zero_enabled = True
     new_config.strategy_was_chosen = True
-    refuse_beside(new_config, strategy)
+    refuse_conflicts(new_config, strategy)
     new_config._do_error_check()
     return new_config
 
@@ -187,8 +188,8 @@ def refuse_mesh(keys: Sequence[str], mpu: Any, mesh_device: Any) -> None:
         source = " of an earlier engine of this process" if mesh_device is None else ""
         raise ValueError(
             f"zero_optimization.{keys[0]} cannot be combined with a mesh of data_parallel_size {data} and "
-            f"sequence_parallel_size {sequence} (or mesh_param){source}: DeepSpeed takes {data} of the "
-            f"{data * sequence} ranks that hold the same parameters for all of them. Pass "
+            f"sequence_parallel_size {sequence} (or mesh_param){source}: DeepSpeed would use {data} of the "
+            f"{data * sequence} ranks that hold the same parameters as if they were all. Pass "
             f"mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to deepspeed.initialize, after its "
             f"initialize_sequence_parallel({sequence}), and remove data_parallel_size (or mesh_param); or remove "
             f"{' and '.join(keys)}."

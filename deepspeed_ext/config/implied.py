@@ -32,7 +32,7 @@ def is_implied(section: Mapping[str, Any]) -> bool:
     return registered is section and section.get("stage") == stage
 
 
-def as_written(section: Mapping[str, Any]) -> dict[str, Any]:
+def without_implied_stage(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a raw section without a stage of ours."""
     return {key: value for key, value in section.items() if key != "stage" or not is_implied(section)}
 
@@ -44,7 +44,7 @@ def imply_stage(section: Any, stage: int) -> None:
         _implied[id(section)] = (section, stage)
 
 
-def imply_stage_of_raw(section: Any) -> None:
+def imply_stage_in_section(section: Any) -> None:
     """Write the stage that our keys imply into a raw section that omits it, before DeepSpeed parses the section.
 
     Raises:
@@ -54,17 +54,17 @@ def imply_stage_of_raw(section: Any) -> None:
         return
     if section.get("stage") is not None and (not is_implied(section) or section.get(STRATEGY) == FASTEST):
         return  # the user has set the stage, or the fastest strategy has been chosen
-    keys = ParoConfig.of(as_written(section))
+    keys = ParoConfig.from_section(without_implied_stage(section))
     if keys.paro_strategy is None:
         return
     if keys.named_strategy is None:
-        raise ValueError(_without_stage("which decide before the model is known"))
+        raise ValueError(_missing_stage_message("which read it before the model is built"))
     imply_stage(section, keys.named_strategy.stage)
 
 
 def read_with_stage(read: Callable[[Any], None], reader: Any) -> None:
     """Write the implied stage into the section of Accelerate's ``reader``, then call ``read``."""
-    imply_stage_of_raw(reader.config.get(SECTION))
+    imply_stage_in_section(reader.config.get(SECTION))
     read(reader)
 
 
@@ -97,7 +97,7 @@ def refuse_unread_stage(config: "DeepSpeedConfig") -> None:
     if stage is not None and not is_implied(section):
         return
     if plugin.zero_stage != stage and 3 in (plugin.zero_stage, stage or 3):
-        raise ValueError(_without_stage(f"which have decided for stage {plugin.zero_stage} already", stage))
+        raise ValueError(_missing_stage_message(f"which already use stage {plugin.zero_stage}", stage))
 
 
 def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model: "nn.Module") -> None:
@@ -110,15 +110,15 @@ def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model:
         from deepspeed.utils import log_dist
 
         log_dist(
-            f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} shards parameters, but the model was not made under "
-            f"deepspeed.zero.Init, so each rank has held all of it. {SECTION}.stage is not set: a framework that "
-            f"reads it before DeepSpeed does decides against zero.Init. Set {SECTION}.stage to {strategy.stage}.",
+            f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy} shards parameters, but the model was built without "
+            f"deepspeed.zero.Init, so each rank held the full model. {SECTION}.stage is not set, so a framework that "
+            f"reads it before DeepSpeed does not use zero.Init. Set {SECTION}.stage to {strategy.stage}.",
             ranks=[0],
             level=logging.WARNING,
         )
 
 
-def _without_stage(why: str, stage: int | None = None) -> str:
+def _missing_stage_message(why: str, stage: int | None = None) -> str:
     key = f"{SECTION}.{STRATEGY}" if stage else f'{SECTION}.{STRATEGY} "{FASTEST}"'
     value = f"{stage}" if stage else "1, 2 or 3: the fastest strategy of that stage is chosen"
     return f"{key} needs {SECTION}.stage with Accelerate, HF Trainer and TRL, {why}. Set {SECTION}.stage to {value}."

@@ -19,7 +19,7 @@ CACHE_BYTES = "paro_parameter_cache_bytes"
 MEMORY = "paro_memory_gb"
 DECISION = "paro_decision_file"
 MICRO_STEP = "paro_micro_step_seconds"
-OF_FASTEST = (MEMORY, DECISION, MICRO_STEP)
+FASTEST_KEYS = (MEMORY, DECISION, MICRO_STEP)
 LEAF_BYTES = "stage3_leaf_bytes"
 REPORT = "paro_report"  # the only one of our keys that also works with plain stages
 
@@ -27,12 +27,12 @@ REPORT = "paro_report"  # the only one of our keys that also works with plain st
 MICS_SIZE = "mics_shard_size"
 MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
 LOCO = "zeropp_loco_param"
-REMOVED = (MICS_SIZE, MICS_HIERARCHICAL, LOCO)
+REMOVED_KEYS = (MICS_SIZE, MICS_HIERARCHICAL, LOCO)
 
 # DeepSpeed's keys.
 STAGE = "stage"
 THRESHOLD = "stage3_module_granularity_threshold"
-MOST_LIVE = "stage3_max_live_parameters"
+MAX_LIVE = "stage3_max_live_parameters"
 QUANTIZED = "zero_quantized_gradients"  # DeepSpeed's for stage 3; ours with a strategy
 
 _PREFIXES = ("paro", "stage3_leaf")
@@ -42,7 +42,7 @@ def our_keys(section: Any) -> list[str]:
     """Return our keys in a raw section, including misspelled ones."""
     if not isinstance(section, Mapping):
         return []
-    return [key for key in section if str(key).lower().startswith(_PREFIXES) or key in REMOVED]
+    return [key for key in section if str(key).lower().startswith(_PREFIXES) or key in REMOVED_KEYS]
 
 
 def keys_of_strategies(section: Any) -> list[str]:
@@ -50,25 +50,25 @@ def keys_of_strategies(section: Any) -> list[str]:
     return [key for key in our_keys(section) if key != REPORT]
 
 
-def asked_by(section: Mapping[str, Any]) -> str:
+def strategy_key(section: Mapping[str, Any]) -> str:
     """Return the key by which a user has selected a strategy: ours, or the stage."""
     if {STRATEGY, MICS_SIZE} & set(section):
         return STRATEGY
     return next((key for key in (LOCO, LEAF_BYTES, QUANTIZED_UPDATES) if key in section), STAGE)
 
 
-def as_given(config: Mapping[str, Any], key: str) -> Any:
+def configured_value(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key of ``zero_optimization`` in a raw configuration; None if it is not set."""
     section = config.get(SECTION)
     return section.get(key) if isinstance(section, Mapping) else None  # the section may be true, for stage 1
 
 
-def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def drop_removed_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration without the keys of MiCS and LoCo, which DeepSpeed would refuse."""
     section = config.get(SECTION)
-    if not isinstance(section, Mapping) or not set(REMOVED) & set(section):
+    if not isinstance(section, Mapping) or not set(REMOVED_KEYS) & set(section):
         return config
-    return {**config, SECTION: {key: value for key, value in section.items() if key not in REMOVED}}
+    return {**config, SECTION: {key: value for key, value in section.items() if key not in REMOVED_KEYS}}
 
 
 def check_top_level(config: Mapping[str, Any]) -> None:
@@ -78,4 +78,4 @@ def check_top_level(config: Mapping[str, Any]) -> None:
         ValueError: one of our keys is there.
     """
     for key in our_keys(config):
-        raise ValueError(f"{key!r} is at the top level of the configuration; it belongs into {SECTION}.")
+        raise ValueError(f"{key!r} is at the top level of the configuration; move it into {SECTION}.")

@@ -14,13 +14,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
     FASTEST,
+    FASTEST_KEYS,
     GROUP_SIZE,
     LEAF_BYTES,
     LOCO,
+    MAX_LIVE,
     MICS_HIERARCHICAL,
     MICS_SIZE,
-    MOST_LIVE,
-    OF_FASTEST,
     OUTER,
     OVERLAP_UPDATES,
     QUANTIZED,
@@ -37,23 +37,25 @@ from deepspeed_ext.config.settings import (
     ReportSettings,
     Settings,
     UpdateSettings,
-    allowed,
-    dictionary_of,
-    must_be,
-    no_key,
+    expected_dictionary,
+    key_field,
     parse,
+    unknown_key_error,
+    wrong_value_error,
 )
-from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, parse_strategy
+from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenate, hyphenated, parse_strategy
 
 STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # DeepSpeed's stage -> the equal strategy
-WITH_OUTER = tuple(name for name, row in STRATEGIES.items() if row.os == Placement.I)  # may have an outer optimizer
+OUTER_STRATEGIES = tuple(
+    name for name, row in STRATEGIES.items() if row.os == Placement.I
+)  # may have an outer optimizer
 
 
-def _strategy_name(name: str | None) -> str | None:
+def _check_strategy_name(name: str | None) -> str | None:
     return name if name in (None, FASTEST) else parse_strategy(name, f", or {FASTEST}").name
 
 
-def _parsed(kind: type[Settings]) -> BeforeValidator:
+def _parse_settings(kind: type[Settings]) -> BeforeValidator:
     return BeforeValidator(lambda given: None if given is None else kind.parse(given))
 
 
@@ -64,77 +66,77 @@ class ParoConfig(BaseModel):
 
     paro_strategy: Annotated[
         str | None,
-        AfterValidator(_strategy_name),
-        allowed(f'one of {", ".join(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
+        AfterValidator(_check_strategy_name),
+        key_field(f'one of {hyphenated(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
     ] = None
     """[Placement](../zero/README.md) of parameters, gradients, and optimizer states, one letter each: N replicated, I
     sharded within a group, G sharded across all ranks. Sets `stage` if it is absent."""
     paro_group_size: Annotated[
-        int | None, allowed("an integer of at least 1 (ranks in a group), or absent", "ranks per node", ge=1)
+        int | None, key_field("an integer of at least 1 (ranks in a group), or absent", "ranks per node", ge=1)
     ] = None
     """Data-parallel ranks per group; a divisor of the data-parallel size."""
-    paro_overlap_updates: Annotated[bool, allowed("true or false")] = False
+    paro_overlap_updates: Annotated[bool, key_field("true or false")] = False
     """With p = N: gathers updated parameters [during the next forward](../zero/overlap.md#updated-parameters). With
     p = I this is always done."""
     paro_quantized_updates: Annotated[
-        UpdateSettings | None, _parsed(UpdateSettings), allowed(dictionary_of(UpdateSettings))
+        UpdateSettings | None, _parse_settings(UpdateSettings), key_field(expected_dictionary(UpdateSettings))
     ] = None
     """Sends updated parameters between groups as differences
     [in 4 bits](../loco/README.md#updates-between-groups-in-4-bits); with os = I and N, sums of gradients. With p = N
     or I, with `stage` 1 or 2, or with `mics_shard_size`."""
     paro_outer_optimizer: Annotated[
-        OuterSettings | None, _parsed(OuterSettings), allowed(dictionary_of(OuterSettings))
+        OuterSettings | None, _parse_settings(OuterSettings), key_field(expected_dictionary(OuterSettings))
     ] = None
     """Trains groups separately; [an outer optimizer](../zero/outer_optimizer.md) combines them every 30 steps. With
     os = I: I-I-I, N-I-I, I-N-I, N-N-I."""
-    paro_parameter_cache_bytes: Annotated[int, allowed("an integer of at least 0 (bytes on each device)", ge=0)] = 0
-    """With `offload_param` and I-N-G, I-I-G, or I-G-G: bytes of parameter shards that are
+    paro_parameter_cache_bytes: Annotated[int, key_field("an integer of at least 0 (bytes on each device)", ge=0)] = 0
+    """With `offload_param` and I-N-G, I-I-G or I-G-G: bytes of parameter shards that are
     [also on the device](../zero/host_memory.md)."""
     paro_memory_gb: Annotated[
         float | None,
-        allowed(
+        key_field(
             "a number above 0 (GB, 10^9 bytes, for model states of a rank), or absent",
             "70 % of the device's free memory",
             gt=0,
         ),
     ] = None
     """With `"fastest"`: memory for model states; the rest is for activations and buffers."""
-    paro_decision_file: Annotated[str, allowed("the path of a file", min_length=1)] = "paro_decision.json"
+    paro_decision_file: Annotated[str, key_field("the path of a file", min_length=1)] = "paro_decision.json"
     """With `"fastest"`: file that stores the decision for later runs."""
     paro_micro_step_seconds: Annotated[
         float | None,
-        allowed("a number of at least 0 (seconds of forward and backward), or absent", "an estimate", ge=0),
+        key_field("a number of at least 0 (seconds of forward and backward), or absent", "an estimate", ge=0),
     ] = None
     """With `"fastest"`: seconds of a micro-batch's forward and backward without communication; see
     [the planner](../planner/README.md)."""
-    paro_report: Annotated[ReportSettings | None, _parsed(ReportSettings), allowed(dictionary_of(ReportSettings))] = (
-        None
-    )
+    paro_report: Annotated[
+        ReportSettings | None, _parse_settings(ReportSettings), key_field(expected_dictionary(ReportSettings))
+    ] = None
     """Records some steps and [reports their time](../tools/report/README.md), also with a plain stage."""
     stage3_leaf_bytes: Annotated[
         bool | Annotated[int, Ge(0)],
-        allowed(
-            f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MOST_LIVE} gives"
+        key_field(
+            f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MAX_LIVE} gives"
         ),
     ] = 0
     """With stage 3, or p = I or G: modules of at most this size are [fetched as one unit](../leaf/README.md)."""
     mics_shard_size: Annotated[
         int,
         Predicate(lambda size: size >= 1 or size == -1),
-        allowed("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
+        key_field("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
     ] = -1
-    """MiCS, which DeepSpeed has removed: the same as `paro_strategy` `III` with this `paro_group_size`. Refused with
+    """MiCS, which DeepSpeed has removed: the same as `paro_strategy` I-I-I with this `paro_group_size`. Refused with
     either."""
-    mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
+    mics_hierarchical_params_gather: Annotated[Any, key_field("true or false")] = False
     """Accepted with `mics_shard_size`, and implied by it, since I-I-I gathers only within groups."""
-    zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(dictionary_of(LocoSettings))] = (
-        None
-    )
+    zeropp_loco_param: Annotated[
+        LocoSettings | None, _parse_settings(LocoSettings), key_field(expected_dictionary(LocoSettings))
+    ] = None
     """[LoCo](../loco/README.md), which DeepSpeed has removed: sends gradients between groups in 4 bits. With a
     strategy, or with `stage` 1, 2, or 3 alone; groups are then nodes."""
 
     @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "ParoConfig":
+    def from_section(cls, section: Mapping[str, Any]) -> "ParoConfig":
         """Return our keys of a raw section. A strategy replaces keys that imply one.
 
         Args:
@@ -146,11 +148,12 @@ class ParoConfig(BaseModel):
         values = {key: section[key] for key in our_keys(section)}
         for key, value in values.items():
             if key not in cls.model_fields:
-                raise no_key(SECTION, key, cls.model_fields, "the keys of deepspeed_ext")
+                raise unknown_key_error(SECTION, key, cls.model_fields, "the keys of deepspeed_ext")
             if value is None and cls.model_fields[key].default is None:  # None as default means that the key is absent
-                raise must_be(f"{SECTION}.{key}", cls.model_fields[key].description or "", value)
+                raise wrong_value_error(f"{SECTION}.{key}", cls.model_fields[key].description or "", value)
         model = parse(cls, values, SECTION)
-        model._revive_mics(section)
+        # In this order: MiCS sets a strategy, and other keys imply one only if there is none.
+        model._translate_mics(section)
         model._imply_strategy(section)
         if model.paro_strategy is None:
             model._refuse_without_strategy(section)
@@ -163,18 +166,18 @@ class ParoConfig(BaseModel):
         """The strategy; None without a strategy, or if the fastest is requested."""
         return STRATEGIES.get(self.paro_strategy or "")
 
-    def _revive_mics(self, section: Mapping[str, Any]) -> None:
-        """Replace the keys of MiCS by ours: III, with its shard size as group size."""
+    def _translate_mics(self, section: Mapping[str, Any]) -> None:
+        """Replace the keys of MiCS by ours: I-I-I, with its shard size as group size."""
         size = self.mics_shard_size
         if size == -1:
             if self.mics_hierarchical_params_gather:
                 raise ValueError(f"{SECTION}.{MICS_HIERARCHICAL} needs {SECTION}.{MICS_SIZE}; got only the first.")
             return
-        # III also supports quantized sums and an outer optimizer, so their keys are not refused here.
+        # I-I-I also supports quantized sums and an outer optimizer, so their keys are not refused here.
         keys = [key for key in (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES, CACHE_BYTES) if key in section]
         if keys:
             raise ValueError(
-                f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(keys)} "
+                f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} I-I-I with {GROUP_SIZE} {size}, but {', '.join(keys)} "
                 f"is set as well ({', '.join(repr(section[key]) for key in keys)}). Keep one of the two."
             )
         if section.get(STAGE, 3) not in (0, 3):
@@ -192,7 +195,7 @@ class ParoConfig(BaseModel):
             )
         if budget and self.named_strategy is not None and self.named_strategy.p == Placement.N:
             raise ValueError(
-                f"{SECTION}.{LEAF_BYTES} needs sharded parameters, but {STRATEGY} is {self.paro_strategy!r}. Use a "
+                f"{SECTION}.{LEAF_BYTES} needs sharded parameters, but {STRATEGY} is {self.named_strategy}. Use a "
                 f"strategy with p = I or G, or remove {LEAF_BYTES}."
             )
         if self.zeropp_loco_param is not None and quantized is False:
@@ -207,6 +210,7 @@ class ParoConfig(BaseModel):
             is_set = getattr(self, key) not in (None, False)
             if is_set and self.paro_strategy is None:
                 stage: Any = section.get(STAGE)
+                # True equals 1 in Python, but is not a stage.
                 if isinstance(stage, bool) or stage not in stages:
                     raise ValueError(f"{SECTION}.{key} needs {SECTION}.{alternative}, got stage {stage!r}.")
                 self.paro_strategy = STRATEGY_OF_STAGE.get(stage, "NNG")
@@ -216,10 +220,10 @@ class ParoConfig(BaseModel):
     def _refuse_without_strategy(self, section: Mapping[str, Any]) -> None:
         """Refuse keys that do nothing without a strategy."""
         for key in section:
-            if key in (GROUP_SIZE, OVERLAP_UPDATES, OUTER, CACHE_BYTES, *OF_FASTEST):
+            if key in (GROUP_SIZE, OVERLAP_UPDATES, OUTER, CACHE_BYTES, *FASTEST_KEYS):
                 raise ValueError(
                     f"{SECTION}.{key} is set ({section[key]!r}) without {SECTION}.{STRATEGY}: "
-                    f"add a strategy, one of {', '.join(STRATEGIES)}, or remove {key}."
+                    f"add a strategy, one of {hyphenated(STRATEGIES)}, or remove {key}."
                 )
 
     def _check_strategy(self, section: Mapping[str, Any]) -> None:
@@ -233,14 +237,14 @@ class ParoConfig(BaseModel):
                     f"{SECTION}.stage must be 1, 2 or 3 (or absent) with {STRATEGY} {FASTEST}, got {stage!r}."
                 )
             return
-        for key in OF_FASTEST:
+        for key in FASTEST_KEYS:
             if key in section:
                 raise ValueError(
-                    f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {strategy.name!r}. Remove {key}."
+                    f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {strategy}. Remove {key}."
                 )
         if stage not in (None, 0, strategy.stage):
             raise ValueError(
-                f"{SECTION}.stage contradicts {SECTION}.{STRATEGY}: {strategy.name} places p = {strategy.p.name}, "
+                f"{SECTION}.stage contradicts {SECTION}.{STRATEGY}: {strategy} places p = {strategy.p.name}, "
                 f"g = {strategy.g.name}, which is stage {strategy.stage}, got stage {stage!r}. "
                 f"Set {SECTION}.stage to {strategy.stage}."
             )
@@ -248,15 +252,15 @@ class ParoConfig(BaseModel):
     def _check_outer(self, section: Mapping[str, Any]) -> None:
         """Refuse an outer optimizer with states that are not the group's own, or with quantized inner steps."""
         outer = OuterSettings.key
-        if self.paro_strategy not in WITH_OUTER:
+        if self.paro_strategy not in OUTER_STRATEGIES:
             raise ValueError(
                 f"{outer} needs optimizer states that are sharded inside a group (os = I): {SECTION}.{STRATEGY} must "
-                f"be one of {', '.join(WITH_OUTER)}, got {self.paro_strategy!r}. III shards parameters inside a "
-                f"group, NII replicates them."
+                f"be one of {hyphenated(OUTER_STRATEGIES)}, got {hyphenate(self.paro_strategy or '')}. I-I-I shards "
+                f"parameters inside a group, N-I-I replicates them."
             )
         for key in (LOCO, QUANTIZED, QUANTIZED_UPDATES):
             if key in section and (section[key] or key != QUANTIZED):
                 raise ValueError(
-                    f"{SECTION}.{key} cannot be combined with {outer}: in inner steps nothing is sent between groups, "
-                    f"and {outer}.bits says in how many bits the outer steps send. Remove {key}."
+                    f"{SECTION}.{key} cannot be combined with {outer}: inner steps send nothing between groups, and "
+                    f"{outer}.bits sets the bits of outer steps. Remove {key}."
                 )

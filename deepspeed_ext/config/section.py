@@ -12,11 +12,11 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import log_dist
 from pydantic import ConfigDict, PrivateAttr
 
-from deepspeed_ext.config.implied import as_written, imply_stage
-from deepspeed_ext.config.keys import FASTEST, MICS_HIERARCHICAL, QUANTIZED, SECTION, STRATEGY, asked_by
+from deepspeed_ext.config.implied import imply_stage, without_implied_stage
+from deepspeed_ext.config.keys import FASTEST, MICS_HIERARCHICAL, QUANTIZED, SECTION, STRATEGY, strategy_key
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE, ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
-from deepspeed_ext.strategy import Strategy
+from deepspeed_ext.strategy import Strategy, hyphenate
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -51,10 +51,10 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """Validate and parse a raw ``zero_optimization`` section that has one of our keys.
 
     Raises:
-        ValueError: see ``ParoConfig.of``; for DeepSpeed's own keys, pydantic's error.
+        ValueError: see ``ParoConfig.from_section``; for DeepSpeed's own keys, pydantic's error.
     """
-    written = as_written(section)
-    our_fields = ParoConfig.of(written)
+    written = without_implied_stage(section)
+    our_fields = ParoConfig.from_section(written)
     their_keys = {key: value for key, value in written.items() if key not in ParoConfig.model_fields}
     our_values = {key: getattr(our_fields, key) for key in our_fields.model_fields_set}
     if our_fields.paro_strategy is None:
@@ -66,11 +66,12 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     if written.get(MICS_HIERARCHICAL):
         _log(f"{SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only")
     if their_keys.get("stage") == 0:
-        _log(f"{SECTION}.{asked_by(section)} does nothing at stage 0")
+        _log(f"{SECTION}.{strategy_key(section)} has no effect at stage 0")
     their_keys.pop(QUANTIZED, None)  # replaced by LoCo's settings
     strategy = our_fields.named_strategy
     # The stage of the fastest strategy is not known yet: use a placeholder other than 0.
     stage = strategy.stage if strategy else 1
+    # The user's own stage, in ``their_keys``, has precedence.
     return ParoZeroConfig(**{"stage": stage, **our_values, **their_keys})
 
 
@@ -98,14 +99,13 @@ def require_optimizer(config: "DeepSpeedConfig") -> None:
     strategy = active_strategy(config)
     if strategy and not config.zero_config._has_optimizer:
         raise RuntimeError(
-            f"{SECTION}.{STRATEGY} {strategy.name} has no effect: the engine's optimizer is DeepSpeed's own, "
-            f"because DeepSpeedEngine._configure_zero_optimizer is not the function that deepspeed_ext has put there. "
-            f"Other code has replaced or overridden it: remove that code, or let its function call the one that it "
-            f"replaces."
+            f"{SECTION}.{STRATEGY} {strategy} has no effect: the engine's optimizer is DeepSpeed's own, "
+            f"because other code has replaced or overridden DeepSpeedEngine._configure_zero_optimizer after "
+            f"deepspeed_ext. Remove that code, or make its function call the function that it replaces."
         )
 
 
-def undecided(config: "DeepSpeedConfig") -> bool:
+def wants_fastest(config: "DeepSpeedConfig") -> bool:
     """Whether a parsed configuration asks for the fastest strategy."""
     zero = config.zero_config
     return isinstance(zero, ParoZeroConfig) and zero.paro_strategy == FASTEST and zero.stage != 0
@@ -134,7 +134,7 @@ def save_settings(config: "DeepSpeedConfig") -> SaveSettings:
     if settings.async_save and (writer is not None or config.datastates_config.enabled):
         other = "datastates_ckpt" if writer is None else f"{SaveSettings.key}.writer"
         raise ValueError(
-            f"{SaveSettings.key}.async_save cannot be combined with {other}, which writes checkpoints its own way. "
+            f"{SaveSettings.key}.async_save cannot be combined with {other}, which writes checkpoints itself. "
             f"Remove one of the two."
         )
     return settings
@@ -147,12 +147,13 @@ def refuse_saves_without_strategy(config: "DeepSpeedConfig") -> None:
         ValueError: one of the keys is set.
     """
     for key in _save_keys(config):
-        stages = ", ".join(f"{name} is stage {stage}" for stage, name in STRATEGY_OF_STAGE.items())
+        stages = ", ".join(f"{hyphenate(name)} is stage {stage}" for stage, name in STRATEGY_OF_STAGE.items())
         raise ValueError(
             f"{SaveSettings.key}.{key} needs a strategy: set {SECTION}.{STRATEGY} ({stages}), or remove the key."
         )
 
 
 def _save_keys(config: "DeepSpeedConfig") -> dict[str, Any]:
+    # The section may be null.
     section = config._param_dict.get(SaveSettings.key) or {}
     return {key: value for key, value in section.items() if key in SaveSettings.model_fields}

@@ -20,59 +20,61 @@ from deepspeed_ext.config.keys import LOCO, OUTER, QUANTIZED_UPDATES, REPORT, SE
 EXACT: Literal["exact"] = "exact"
 # For differences, and for everything in 8 bits. Gradient sums in 4 bits need smaller blocks: with blocks of 128,
 # training ends 0.65 % from exact training. Measured by tests/perf/convergence.py.
-_BLOCK, _BLOCK_OF_SUMS = 128, 32
+_BLOCK, _SUM_BLOCK = 128, 32
 # Bits per parameter for a lossless update at a learning rate of 3e-4; from 1.2 at 1e-5 to 6 at 1e-3. Measured by
 # tests/perf/lossless_updates.py.
 EXACT_BITS = 3.6
-MOST_AT_ONCE = 2**26  # elements that an outer step sends at once: this bounds the memory of a transfer
+MAX_TRANSFER_NUMEL = 2**26  # elements that an outer step sends at once: this bounds the memory of a transfer
 REPORT_VARIABLE = "DEEPSPEED_EXT_REPORT"
-UNDISTURBED = 3  # unrecorded steps on each side of the recorded steps, for comparison
+UNRECORDED_STEPS = 3  # unrecorded steps on each side of the recorded steps, for comparison
 _Model = TypeVar("_Model", bound=BaseModel)
 _Own = TypeVar("_Own", bound="Settings")
 
 
-def must_be(key: str, expected: str, value: object) -> ValueError:
+def wrong_value_error(key: str, expected: str, value: object) -> ValueError:
     """Return the error for a value that is out of bounds or of another type."""
     return ValueError(f"{key} must be {expected}, got {value!r} of type {type(value).__name__}.")
 
 
-def no_key(where: str, key: object, known: Iterable[str], whose: str = "its keys") -> ValueError:
+def unknown_key_error(where: str, key: object, keys_of_section: Iterable[str], whose: str = "its keys") -> ValueError:
     """Return the error for an unknown key."""
-    known = list(known)
-    close = difflib.get_close_matches(str(key).lower(), known, n=1)
+    keys_of_section = list(keys_of_section)
+    close = difflib.get_close_matches(str(key).lower(), keys_of_section, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return ValueError(f"{where} has no key {key!r}: {whose} are {', '.join(known)}.{hint}")
+    return ValueError(f"{where} has no key {key!r}: {whose} are {', '.join(keys_of_section)}.{hint}")
 
 
-def parse(kind: type[_Model], given: object, where: str, inside: str = "{where}.{key}") -> _Model:
+def parse(kind: type[_Model], values: object, where: str, key_format: str = "{where}.{key}") -> _Model:
     """Return a model of the user's values.
 
     Args:
         kind: the model; the descriptions of its fields state the expected values.
-        given: the keys and their values.
+        values: the keys and their values.
         where: the name of the section, for errors.
-        inside: format of a key's name.
+        key_format: format of a key's name.
 
     Raises:
         ValueError: it is no dictionary, or has an unknown key, or a value is out of bounds or has another type.
     """
     fields = kind.model_fields
-    if not isinstance(given, Mapping):
-        raise must_be(where, dictionary_of(kind), given)
-    for key in given:
+    if not isinstance(values, Mapping):
+        raise wrong_value_error(where, expected_dictionary(kind), values)
+    for key in values:
         if key not in fields:
-            raise no_key(where, key, fields)
+            raise unknown_key_error(where, key, fields)
     try:
-        return kind(**given)
+        return kind(**values)
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "value_error":  # raised by one of our validators, with a complete message
             raise first["ctx"]["error"] from None
         key = str(first["loc"][0])
-        raise must_be(inside.format(where=where, key=key), fields[key].description or "", given[key]) from None
+        raise wrong_value_error(
+            key_format.format(where=where, key=key), fields[key].description or "", values[key]
+        ) from None
 
 
-def dictionary_of(kind: type[BaseModel]) -> str:
+def expected_dictionary(kind: type[BaseModel]) -> str:
     """Return the expected value for a model, for errors."""
     return f"a dictionary of {', '.join(kind.model_fields)} (each may be left out)"
 
@@ -84,21 +86,21 @@ class Settings(BaseModel):
     key: ClassVar[str]
 
     @classmethod
-    def parse(cls: type[_Own], given: object, where: str = "", inside: str = "{where}.{key}") -> _Own:
+    def parse(cls: type[_Own], values: object, where: str = "", key_format: str = "{where}.{key}") -> _Own:
         """Return the user's settings, or settings that are parsed already; see ``parse``."""
-        return given if isinstance(given, cls) else parse(cls, given, where or cls.key, inside)
+        return values if isinstance(values, cls) else parse(cls, values, where or cls.key, key_format)
 
-    def as_dict(self, given: bool = False) -> dict[str, Any]:
-        """Return plain values, for checkpoints and logs; if ``given``, only those that the user has set."""
-        return self.model_dump(exclude_unset=given)
+    def as_dict(self, only_set: bool = False) -> dict[str, Any]:
+        """Return plain values, for checkpoints and logs; if ``only_set``, only those that the user has set."""
+        return self.model_dump(exclude_unset=only_set)
 
 
-def _one_of(*allowed: object) -> Predicate:
+def _one_of(*values: object) -> Predicate:
     """Return a restriction of a type to these values; pydantic's Literal takes 4.0 for 4."""
-    return Predicate(allowed.__contains__)
+    return Predicate(values.__contains__)
 
 
-def allowed(expected: str, shown: str = "", **bounds: Any) -> Any:
+def key_field(expected: str, shown: str = "", **bounds: Any) -> Any:
     """Return a field of a key.
 
     Args:
@@ -111,9 +113,9 @@ def allowed(expected: str, shown: str = "", **bounds: Any) -> Any:
 
 _Bits = Annotated[int, _one_of(4, 8)]
 _BlockSize = Annotated[int, _one_of(*(2**power for power in range(5, 13)))]
-_BLOCK_SIZE = allowed("a power of two from 32 to 4096 (elements)")
-_Steps = Annotated[int, allowed("an integer of at least 1 (optimizer steps)", ge=1)]
-_Flag = Annotated[bool, allowed("true or false")]
+_BLOCK_SIZE = key_field("a power of two from 32 to 4096 (elements)")
+_Steps = Annotated[int, key_field("an integer of at least 1 (optimizer steps)", ge=1)]
+_Flag = Annotated[bool, key_field("true or false")]
 
 
 class LocoSettings(Settings):
@@ -121,15 +123,15 @@ class LocoSettings(Settings):
 
     key: ClassVar[str] = f"{SECTION}.{LOCO}"
 
-    err_beta: Annotated[float, allowed("a number in [0, 1)", ge=0, lt=1)] = 0.8
+    err_beta: Annotated[float, key_field("a number in [0, 1)", ge=0, lt=1)] = 0.8
     """Weight of the old error in its moving average."""
     reset_T: _Steps = 1024
     """Optimizer steps after which all errors are set to zero."""
-    bits: Annotated[_Bits, allowed("4 or 8")] = 4
+    bits: Annotated[_Bits, key_field("4 or 8")] = 4
     """Bits of a gradient that is sent."""
     block_size: Annotated[_BlockSize, _BLOCK_SIZE] = _BLOCK
     """Elements that share a scale."""
-    error_bits: Annotated[int, _one_of(8, 16), allowed("8 or 16")] = 8
+    error_bits: Annotated[int, _one_of(8, 16), key_field("8 or 16")] = 8
     """Bits of a kept error: 8 (with a scale for each block) or 16."""
     error_feedback: _Flag = True
     """Whether errors are kept at all."""
@@ -143,7 +145,7 @@ class LocoSettings(Settings):
         return self.bits + 16 / self.block_size
 
     @property
-    def kept_bits(self) -> float:
+    def error_feedback_bits(self) -> float:
         """Return the bits of a gradient's stored error, including its share of a scale."""
         if not self.error_feedback:
             return 0.0
@@ -155,7 +157,7 @@ class UpdateSettings(Settings):
 
     key: ClassVar[str] = f"{SECTION}.{QUANTIZED_UPDATES}"
 
-    bits: Annotated[_Bits | Literal["exact"], allowed(f'4, 8 or "{EXACT}"')] = 4
+    bits: Annotated[_Bits | Literal["exact"], key_field(f'4, 8 or "{EXACT}"')] = 4
     """Bits of a parameter's difference that is sent; "exact": as many as it takes to lose nothing."""
     block_size: Annotated[_BlockSize | None, _BLOCK_SIZE] = None
     """Elements that share a scale; None: the best for what is sent."""
@@ -163,9 +165,9 @@ class UpdateSettings(Settings):
     """Optimizer steps after which parameters are sent unquantized, once, and the errors of sums are dropped."""
 
     @classmethod
-    def parse(cls, given: object, where: str = "", inside: str = "{where}.{key}") -> "UpdateSettings":
+    def parse(cls, values: object, where: str = "", key_format: str = "{where}.{key}") -> "UpdateSettings":
         """Parse the key, and also refuse ``block_size`` with "exact", which has no blocks; see ``Settings``."""
-        settings = super().parse(given, where, inside)
+        settings = super().parse(values, where, key_format)
         if settings.bits == EXACT and "block_size" in settings.model_fields_set:
             raise ValueError(
                 f'{cls.key}.block_size is for bits 4 and 8, and differences without loss (bits "{EXACT}") have no '
@@ -186,7 +188,7 @@ class UpdateSettings(Settings):
         errors were added in full, it would have twice that variance.
         """
         assert isinstance(self.bits, int)
-        block = self.block_size or (_BLOCK_OF_SUMS if self.bits == 4 else _BLOCK)
+        block = self.block_size or (_SUM_BLOCK if self.bits == 4 else _BLOCK)
         return LocoSettings(reset_T=self.resync_T, bits=self.bits, block_size=block)
 
     @property
@@ -203,31 +205,31 @@ class OuterSettings(Settings):
 
     key: ClassVar[str] = f"{SECTION}.{OUTER}"
 
-    steps: Annotated[int, allowed("an integer of at least 1 (inner steps)", ge=1)] = 30
+    steps: Annotated[int, key_field("an integer of at least 1 (inner steps)", ge=1)] = 30
     """Inner steps from one outer step to the next."""
-    lr: Annotated[float, allowed("a number above 0", gt=0)] = 0.7
+    lr: Annotated[float, key_field("a number above 0", gt=0)] = 0.7
     """Learning rate of the outer optimizer, SGD with momentum."""
-    momentum: Annotated[float, allowed("a number in [0, 1)", ge=0, lt=1)] = 0.9
+    momentum: Annotated[float, key_field("a number in [0, 1)", ge=0, lt=1)] = 0.9
     """Momentum of the outer optimizer."""
     nesterov: _Flag = True
     """Whether it is Nesterov's momentum."""
-    warmup_steps: Annotated[int, allowed("an integer of at least 0 (steps)", ge=0)] = 0
+    warmup_steps: Annotated[int, key_field("an integer of at least 0 (steps)", ge=0)] = 0
     """Steps at the beginning that average gradients over all groups, as the strategy alone does."""
-    bits: Annotated[int, _one_of(4, 8, 16, 32), allowed("4, 8, 16 or 32")] = 32
+    bits: Annotated[int, _one_of(4, 8, 16, 32), key_field("4, 8, 16 or 32")] = 32
     """Bits of an element that is sent between groups."""
-    fragments: Annotated[int, allowed("an integer of at least 1", ge=1)] = 1
+    fragments: Annotated[int, key_field("an integer of at least 1", ge=1)] = 1
     """Parts of the model that are sent by turns."""
-    delay: Annotated[int, allowed("an integer of at least 0 (inner steps)", ge=0)] = 0
+    delay: Annotated[int, key_field("an integer of at least 0 (inner steps)", ge=0)] = 0
     """Inner steps from the sending of a fragment to its use, which hide the transfer."""
-    offload: Annotated[Literal["none", "cpu"], allowed('"none" or "cpu"')] = "none"
+    offload: Annotated[Literal["none", "cpu"], key_field('"none" or "cpu"')] = "none"
     """"cpu" keeps anchors and the outer optimizer's states on the host."""
 
     @classmethod
-    def parse(cls, given: object, where: str = "", inside: str = "{where}.{key}") -> "OuterSettings":
+    def parse(cls, values: object, where: str = "", key_format: str = "{where}.{key}") -> "OuterSettings":
         """Parse the key, and also refuse fragments that cannot be sent by turns; see ``Settings``."""
-        settings = super().parse(given, where, inside)
+        settings = super().parse(values, where, key_format)
         names = ("steps", "fragments", "delay")
-        steps, fragments, delay = (inside.format(where=where or cls.key, key=key) for key in names)
+        steps, fragments, delay = (key_format.format(where=where or cls.key, key=key) for key in names)
         if settings.fragments > settings.steps:
             raise ValueError(
                 f"{fragments} must be at most {steps}, since at most one fragment is sent after each inner step; got "
@@ -247,7 +249,7 @@ class OuterSettings(Settings):
         return tuple((i + 1) * self.steps // self.fragments % self.steps for i in range(self.fragments))
 
 
-def of_outer_steps(bits: int) -> tuple[LocoSettings, UpdateSettings]:
+def outer_step_settings(bits: int) -> tuple[LocoSettings, UpdateSettings]:
     """Return an outer step's settings for a group's pseudo-gradients, and for the gathered outer weights.
 
     Args:
@@ -261,9 +263,9 @@ class ReportSettings(Settings):
 
     key: ClassVar[str] = f"{SECTION}.{REPORT}"
 
-    folder: Annotated[str, allowed("the path of a folder", min_length=1)] = "paro_report"
+    folder: Annotated[str, key_field("the path of a folder", min_length=1)] = "paro_report"
     """Folder in which rank 0 writes the report."""
-    after: Annotated[int, allowed("an integer of at least 2 (optimizer steps)", ge=2)] = 10
+    after: Annotated[int, key_field("an integer of at least 2 (optimizer steps)", ge=2)] = 10
     """Optimizer steps of warm-up, before the first one that is timed."""
     steps: _Steps = 3
     """Optimizer steps that are recorded."""
@@ -273,15 +275,15 @@ class ReportSettings(Settings):
     @property
     def first(self) -> int:
         """Return the number of the first recorded step, counted from 0."""
-        return self.after + UNDISTURBED
+        return self.after + UNRECORDED_STEPS
 
     @property
     def last(self) -> int:
         """Return the number of the step after which the report is written."""
-        return self.first + self.steps + UNDISTURBED - 1
+        return self.first + self.steps + UNRECORDED_STEPS - 1
 
     @classmethod
-    def asked_for(cls, zero_config: Any) -> "ReportSettings | None":
+    def from_environment_or_config(cls, zero_config: Any) -> "ReportSettings | None":
         """Return the settings in the environment variable, else those of a parsed section, else None.
 
         Raises:
@@ -293,7 +295,7 @@ class ReportSettings(Settings):
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise must_be(REPORT_VARIABLE, "a dictionary in JSON, {} for the defaults", text) from error
+            raise wrong_value_error(REPORT_VARIABLE, "a dictionary in JSON, {} for the defaults", text) from error
         return cls.parse(values, REPORT_VARIABLE)
 
     def as_variable(self) -> str:
@@ -308,7 +310,7 @@ class SaveSettings(Settings):
 
     async_save: _Flag = False
     """Training continues [during saves](../checkpoint/asynchronous.md)."""
-    memory_folder: Annotated[str, Predicate(os.path.isabs), allowed("an absolute path")] = "/dev/shm"
+    memory_folder: Annotated[str, Predicate(os.path.isabs), key_field("an absolute path")] = "/dev/shm"
     """With `async_save`: folder of all jobs' [saves in memory](../checkpoint/in_memory.md)."""
-    memory_copies: Annotated[int, allowed("an integer of at least 0", ge=0)] = 1
+    memory_copies: Annotated[int, key_field("an integer of at least 0", ge=0)] = 1
     """Number of other groups that have a copy of each in-memory file that only one group has."""

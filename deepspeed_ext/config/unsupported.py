@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext.config.keys import GROUP_SIZE, OUTER, SECTION, STRATEGY, our_keys
-from deepspeed_ext.config.refused import always, replicated, sharded
+from deepspeed_ext.config.refused import any_strategy, replicates_parameters, shards_parameters
 from deepspeed_ext.strategy import Strategy
 
 
@@ -21,41 +21,41 @@ class Unsupported:
 
     Attributes:
         find: returns a true value if the engine or its argument is of this type.
-        why: the reason; ``{}`` is replaced by the value of ``find``.
+        reason: clause for the message; ``{}`` is replaced by the value of ``find``.
         applies: whether it is refused with a strategy.
         advice: the remedy, or a function of the engine that returns it.
     """
 
     find: Callable[[Any, Any], Any]
-    why: str
-    applies: Callable[[Strategy], bool] = always
+    reason: str
+    applies: Callable[[Strategy], bool] = any_strategy
     advice: str | Callable[[Any], str] = ""
 
 
-def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine: Any, given: Any) -> None:
+def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine: Any, target: Any) -> None:
     """Refuse unsupported objects; the result is the same on all ranks.
 
     Args:
-        given: the second argument of ``find``: an optimizer, or a model.
+        target: the second argument of ``find``: an optimizer, or a model.
 
     Raises:
         ValueError: the strategy does not support the engine, the model or the optimizer.
     """
     for row in rows:
-        details = row.applies(strategy) and row.find(engine, given)
+        details = row.applies(strategy) and row.find(engine, target)
         if details:
             advice = row.advice if isinstance(row.advice, str) else row.advice(engine)
             raise ValueError(
-                f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {row.why.format(details)}."
+                f"{SECTION}.{STRATEGY} {strategy} is not supported here: {row.reason.format(details)}."
                 f"{advice and f' {advice}.'}"
             )
 
 
-def _other_than_sharded_experts(engine: Any) -> str:
+def _sharded_experts_advice(engine: Any) -> str:
     keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
     # Without one of our keys this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
     plain = f"Remove {keys}, and set {SECTION}.stage to 1 or 2" if keys else f"Set {SECTION}.stage to 1"
-    return f"{plain}; strategies with p = N have experts whole"
+    return f"{plain}; strategies with p = N do not shard experts"
 
 
 def _has_compiled_modules(model: Any) -> bool:
@@ -63,7 +63,7 @@ def _has_compiled_modules(model: Any) -> bool:
     return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
 
 
-def _spread_over_lanes(engine: Any) -> str:
+def _folding_across_tp_ranks(engine: Any) -> str:
     """Return AutoEP's folding of experts into tensor-parallel ranks if ranks with the same experts are then not
     data-parallel to each other; else empty."""
     spec: Any = getattr(engine, "_autoep_folding_spec", None)
@@ -72,7 +72,7 @@ def _spread_over_lanes(engine: Any) -> str:
     return f"{spec.tp_size} tensor-parallel ranks with autoep_size {spec.ep_size}"
 
 
-def native_mixtures(model: Any) -> dict[str, Any]:
+def deepspeed_moe_layers(model: Any) -> dict[str, Any]:
     """Return a model's DeepSpeed MoE layers by name, without layers of AutoEP."""
     layer = sys.modules.get("deepspeed.moe.layer")  # imported if there is such a layer
     return (
@@ -85,22 +85,26 @@ def native_mixtures(model: Any) -> dict[str, Any]:
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
-def _unsharded_mixtures(engine: Any) -> str:
+def _unshardable_moe_layers(engine: Any) -> str:
     """Return why experts of DeepSpeed's MoE layers cannot be sharded; empty if they can, or there are none."""
-    if not engine.has_moe_layers or not native_mixtures(engine.module):
+    if not engine.has_moe_layers or not deepspeed_moe_layers(engine.module):
         return ""
     if engine.pipeline_parallelism:
-        return "a pipeline writes each layer's weights to a file, which sharded experts are not in"
+        return "a pipeline saves the weights of each layer to a file, which cannot contain sharded experts"
     if engine.sequence_parallel_size > 1:
-        return "ranks that share a sequence have not the same experts"
+        return "ranks that share a sequence have different experts"
     if engine._has_autoep_layers():
-        return "layers of AutoEP beside them, which DeepSpeed does not save together"
+        return "AutoEP layers, which DeepSpeed cannot save together"
     experts = [(name, param) for name, param in engine.module.named_parameters() if hasattr(param, "group_name")]
     frozen = [name for name, param in experts if not param.requires_grad]
     if frozen:
-        return f"experts that are frozen, such as {frozen[0]}, are in no rank's shard"
+        return f"frozen experts, such as {frozen[0]}, are in no rank's shard"
     init = [name for name, param in experts if hasattr(param, "ds_tensor")]
-    return f"deepspeed.zero.Init has sharded experts, such as {init[0]}, over ranks that have others" if init else ""
+    return (
+        f"deepspeed.zero.Init has sharded experts, such as {init[0]}, over ranks with different experts"
+        if init
+        else ""
+    )
 
 
 def _has_outer_optimizer(engine: Any) -> str:
@@ -108,7 +112,7 @@ def _has_outer_optimizer(engine: Any) -> str:
     return OUTER if getattr(engine._config.zero_config, OUTER, None) is not None else ""
 
 
-def _divided_sequences(engine: Any) -> str:
+def _sequences_across_groups(engine: Any) -> str:
     """Return how separately training groups split the ranks of one sequence; empty if they do not."""
     size = engine._config.zero_config.paro_group_size
     if not _has_outer_optimizer(engine) or size is None or size % engine.sequence_parallel_size == 0:
@@ -116,19 +120,19 @@ def _divided_sequences(engine: Any) -> str:
     return f"{engine.sequence_parallel_size} ranks share a sequence, and groups have {size}"
 
 
-def _sharded_by_init(model: Any) -> str:
+def _parameter_sharded_by_init(model: Any) -> str:
     """Return the first parameter that ``deepspeed.zero.Init`` has sharded; else empty."""
     return next((name for name, param in model.named_parameters() if hasattr(param, "ds_tensor")), "")
 
 
-def _other_muon(optimizer: object) -> str:
+def _unsupported_muon(optimizer: object) -> str:
     """Return the class of an optimizer that is a Muon, but not DeepSpeed's; else empty."""
     kind = type(optimizer)
     is_supported = any((base.__module__, base.__name__) == (_MUON, "MuonWithAuxAdam") for base in kind.__mro__)
     return kind.__name__ if "muon" in kind.__name__.lower() and not is_supported else ""
 
 
-def _no_matrix(engine: Any, optimizer: Any) -> str:
+def _parameter_without_matrix(engine: Any, optimizer: Any) -> str:
     """Return a parameter that is no matrix in a parameter group for Muon; else empty."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     groups = getattr(optimizer, "param_groups", ())
@@ -139,7 +143,7 @@ def _no_matrix(engine: Any, optimizer: Any) -> str:
     return ""
 
 
-def _mixed_dtypes(engine: Any, optimizer: Any) -> str:
+def _parameter_dtypes(engine: Any, optimizer: Any) -> str:
     """Return the first trained parameter of each dtype; empty if all have the same."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     first: dict[Any, str] = {}
@@ -151,67 +155,67 @@ def _mixed_dtypes(engine: Any, optimizer: Any) -> str:
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        lambda engine, optimizer: _spread_over_lanes(engine),
-        "AutoEP folds experts into {}, so ranks with the same experts are of several tensor-parallel ones, and in no "
-        "group of data-parallel ranks together",
+        lambda engine, optimizer: _folding_across_tp_ranks(engine),
+        "AutoEP folds experts into {}, so ranks with the same experts have different tensor-parallel ranks and share "
+        "no data-parallel group",
         advice="Set expert_parallel.autoep_size to a multiple of tensor_parallel.autotp_size",
     ),
     Unsupported(
         lambda engine, optimizer: engine.pipeline_parallelism and _has_outer_optimizer(engine),
-        "stages of a pipeline take their steps together, and {} lets groups of ranks train apart",
+        "all stages of a pipeline step together, but with {} groups of ranks train separately",
         advice=f"Remove {OUTER}",
     ),
     Unsupported(
         lambda engine, optimizer: engine.has_moe_layers and _has_outer_optimizer(engine),
-        "ranks with the same experts may be in one group alone, and {} brings groups together",
+        "all ranks with the same experts may be in one group, and {} averages over groups",
         advice=f"Remove {OUTER}",
     ),
     Unsupported(
-        lambda engine, optimizer: _divided_sequences(engine),
-        "{}, so ranks with parts of one sequence would train apart",
+        lambda engine, optimizer: _sequences_across_groups(engine),
+        "{}, so ranks with parts of one sequence would train separately",
         advice=f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
     ),
     Unsupported(
         lambda engine, optimizer: (
-            engine.has_moe_layers and engine.pipeline_parallelism and not native_mixtures(engine.module)
+            engine.has_moe_layers and engine.pipeline_parallelism and not deepspeed_moe_layers(engine.module)
         ),
-        "AutoEP spreads experts, and DeepSpeed has not made its pipelines fit for that yet",
+        "DeepSpeed's pipelines do not support AutoEP yet",
         advice="Use DeepSpeed MoE layers, or no pipeline",
     ),
     Unsupported(
-        lambda engine, optimizer: _unsharded_mixtures(engine),
+        lambda engine, optimizer: _unshardable_moe_layers(engine),
         "the model has DeepSpeed MoE layers, and {}",
-        sharded,
-        _other_than_sharded_experts,
+        shards_parameters,
+        _sharded_experts_advice,
     ),
     Unsupported(
-        lambda engine, optimizer: _other_muon(optimizer),
-        "{} steps whole matrices, and has shards of them",
+        lambda engine, optimizer: _unsupported_muon(optimizer),
+        "{} needs whole matrices, but a rank has shards of them",
         advice=(
             f"Use DeepSpeed's: set optimizer.type to Muon, or pass MuonWithAuxAdam of {_MUON} to deepspeed.initialize"
         ),
     ),
     Unsupported(
-        lambda engine, optimizer: _no_matrix(engine, optimizer),
+        lambda engine, optimizer: _parameter_without_matrix(engine, optimizer),
         "Muon orthogonalizes matrices, and a parameter group with use_muon true has {}",
-        advice="Give it to a group with use_muon false",
+        advice="Move it to a parameter group with use_muon false",
     ),
     Unsupported(
-        lambda engine, optimizer: _sharded_by_init(engine.module),
-        "it replicates parameters, and deepspeed.zero.Init, under which the model was built, has sharded {}",
-        replicated,
+        lambda engine, optimizer: _parameter_sharded_by_init(engine.module),
+        "it replicates parameters, but the model was built under deepspeed.zero.Init, which has sharded {}",
+        replicates_parameters,
         f"Build the model without zero.Init, or set {STRATEGY} to one with p = I or G",
     ),
     Unsupported(
-        _mixed_dtypes,
-        "ZeRO-3 keeps all trained parameters in one buffer of one dtype, and the optimizer has {}",
-        sharded,
+        _parameter_dtypes,
+        "ZeRO-3 keeps all trained parameters in one buffer of one dtype, but the optimizer has {}",
+        shards_parameters,
         f"Convert the model to one dtype, or set {STRATEGY} to one with p = N",
     ),
     Unsupported(
         lambda engine, optimizer: _has_compiled_modules(engine.module),
-        "the model comes from torch.compile, and ZeRO-3's forward marks each module, which a compiled one refuses",
-        sharded,
+        "the model was compiled with torch.compile, but ZeRO-3 sets attributes on modules, which compiled ones refuse",
+        shards_parameters,
         "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
     ),
 )

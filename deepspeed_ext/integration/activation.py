@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 _WATCHED = ("deepspeed", "accelerate", "transformers")  # packages whose modules are patched when they are imported
-_INSIDE = tuple(f"{name}." for name in _WATCHED)
+_WATCHED_PREFIXES = tuple(f"{name}." for name in _WATCHED)
 _OFF_SWITCH = "DEEPSPEED_EXT_DISABLE"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -40,7 +40,7 @@ class _PostImportHook(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(_INSIDE) or fullname not in _patcher().modules():
+        if not fullname.startswith(_WATCHED_PREFIXES) or fullname not in _patcher().modules():
             return None
         for finder in sys.meta_path:
             # Skip this finder itself: calling it would recurse endlessly.
@@ -65,15 +65,15 @@ def _run_after(loader: importlib.abc.Loader, name: str) -> None:
 
 def _apply(name: str) -> None:
     try:
-        for module in (name, *_beside()):
+        for module in (name, *_imported_unwatched()):
             _patcher().apply(module)
     except Exception:
         logger.exception("deepspeed_ext could not patch %s; its ds_config keys will not work", name)
 
 
-def _beside() -> list[str]:
+def _imported_unwatched() -> list[str]:
     """Return already imported modules to patch whose packages are not watched."""
-    return [name for name in _patcher().modules() if not name.startswith(_INSIDE) and name in sys.modules]
+    return [name for name in _patcher().modules() if not name.startswith(_WATCHED_PREFIXES) and name in sys.modules]
 
 
 def is_off() -> bool:
@@ -82,16 +82,16 @@ def is_off() -> bool:
 
 
 @functools.cache
-def _is_off(said: str) -> bool:
+def _is_off(value: str) -> bool:
     """Whether a value means yes. Warns once about a value that means neither yes nor no."""
-    word = said.strip().lower()
+    word = value.strip().lower()
     if word and word not in (*_YES, *_NO):
         logger.warning(
             "%s must be one of %s, or of %s, got %r: deepspeed_ext stays active",
             _OFF_SWITCH,
             ", ".join(_YES),
             ", ".join(_NO),
-            said,
+            value,
         )
     return word in _YES
 

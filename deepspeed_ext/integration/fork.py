@@ -37,4 +37,4 @@ def problem() -> str | None:
     installed = version()
     if installed in (None, VERSION):
         return None
-    return f"its hooks have version {installed}, and deepspeed_ext {__version__} needs version {VERSION}"
+    return f"its hooks have version {installed}, but deepspeed_ext {__version__} needs version {VERSION}"

@@ -16,7 +16,7 @@ from deepspeed_ext.integration import activation, fork, patches
 from deepspeed_ext.integration.symbols import MARK, Patch, signature_of
 
 
-class _Applied(NamedTuple):
+class _AppliedPatch(NamedTuple):
     """A patch that is in place."""
 
     owner: Any
@@ -25,33 +25,34 @@ class _Applied(NamedTuple):
     replacement: Any
 
 
-_applied: dict[str, list[_Applied]] = {}  # by the symbol's path; several if a module was reloaded
-_hooked: list[Any] = []  # replacements, in the order of their hooks
-_unknown: list[str] = []  # hooks without a row in the table of patches
+_applied: dict[str, list[_AppliedPatch]] = {}  # by the symbol's path; several if a module was reloaded
+_hooked_functions: list[Any] = []  # replacements, in the order of their hooks
+_unknown_hooks: list[str] = []  # hooks without a row in the table of patches
 
 
-def _listed() -> tuple[Patch, ...]:
+def _active_patches() -> tuple[Patch, ...]:
     """Return the patches that may be applied; with a DeepSpeed that has hooks, only those of other packages."""
-    return patches.BESIDE if fork.version() is not None else patches.PATCHES + patches.BESIDE
+    return patches.OTHER_PACKAGES if fork.version() is not None else patches.PATCHES + patches.OTHER_PACKAGES
 
 
 def modules() -> frozenset[str]:
     """Return the modules that are patched after their import."""
-    return frozenset({f"deepspeed.{fork.MODULE}", *(patch.module for patch in _listed() if patch.replace)})
+    return frozenset({f"deepspeed.{fork.MODULE}", *(patch.module for patch in _active_patches() if patch.replace)})
 
 
-def foreign() -> str | None:
+def unsupported_reason() -> str | None:
     """Return why this DeepSpeed version is not supported; None if it may be."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    version = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed()
+    version = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed_version()
+    # Development and local versions count as their release.
     if version is not None and not SpecifierSet(patches.DEEPSPEED_VERSIONS).contains(Version(version).base_version):
         return f"its version is {version}, supported is {patches.DEEPSPEED_VERSIONS}"
     return fork.problem()
 
 
-def _installed() -> str | None:
+def _installed_version() -> str | None:
     """Return DeepSpeed's version from package metadata: ``__version__`` is not set while DeepSpeed is imported."""
     try:
         return metadata.version("deepspeed")
@@ -65,8 +66,8 @@ def apply(module: str) -> None:
     A symbol with an unexpected signature is not replaced. With an unsupported DeepSpeed no symbol is replaced. Gates
     are replaced in both cases, to refuse our keys.
     """
-    missing = [patch for patch in _listed() if patch.module == module and not _is_in_place(patch)]
-    unsupported = any(patch.replace for patch in missing) and foreign() is not None
+    missing = [patch for patch in _active_patches() if patch.module == module and not _is_in_place(patch)]
+    unsupported = any(patch.replace for patch in missing) and unsupported_reason() is not None
     for patch in missing:
         if patch.replace is None or ((unsupported or patch.problem()) and not patch.gate):
             continue
@@ -80,11 +81,12 @@ def apply(module: str) -> None:
         if isinstance(original, staticmethod):  # a plain function would receive ``self``
             replacement = staticmethod(replacement)
         history = _applied.setdefault(patch.path, [])
+        # After a reload, importers may still hold an earlier replacement.
         old_values = [original, *(applied.replacement for applied in history)]
-        history.append(_Applied(owner, name, original, replacement))
+        history.append(_AppliedPatch(owner, name, original, replacement))
         # Modules that imported the function by name keep calling the original unless replaced there, too.
         for holder in (owner, *_importers(history[-1])):
-            _exchange(holder, name, old_values, replacement)
+            _replace_attribute(holder, name, old_values, replacement)
 
 
 def _is_in_place(patch: Patch) -> bool:
@@ -109,14 +111,14 @@ def _exists(patch: Patch) -> bool:
         return False
 
 
-def _importers(applied: _Applied) -> list[Any]:
+def _importers(applied: _AppliedPatch) -> list[Any]:
     """Return the modules that may have imported a function by name (``from m import f``) from its defining module."""
     is_module_level = isinstance(applied.owner, ModuleType) and applied.owner.__name__ == applied.original.__module__
     candidates = list(sys.modules.values()) if is_module_level else []
     return [module for module in candidates if applied.name in getattr(module, "__dict__", ())]
 
 
-def _exchange(owner: Any, name: str, old: Iterable[Any], new: Any) -> bool:
+def _replace_attribute(owner: Any, name: str, old: Iterable[Any], new: Any) -> bool:
     """Replace an attribute whose value is one of ``old``, and return whether it was."""
     value = inspect.getattr_static(owner, name, None)
     is_old = any(value is candidate for candidate in old)
@@ -131,9 +133,10 @@ def undo() -> None:
         for applied in history:
             for holder in _importers(applied):
                 if holder is not applied.owner:
-                    _exchange(holder, applied.name, [applied.replacement], applied.original)
+                    _replace_attribute(holder, applied.name, [applied.replacement], applied.original)
         are_restored = [
-            _exchange(applied.owner, applied.name, [applied.replacement], applied.original) for applied in history
+            _replace_attribute(applied.owner, applied.name, [applied.replacement], applied.original)
+            for applied in history
         ]
         if are_restored[-1]:
             del _applied[path]
@@ -154,26 +157,26 @@ def replaced(version: int, name: str, function: Callable[..., Any]) -> Callable[
         return function
     patch = next((patch for patch in patches.REPLACED if patch.label == name), None)
     if patch is None or patch.replace is None:
-        _unknown.append(f"{name} at {function.__module__}.{function.__qualname__}")
+        _unknown_hooks.append(f"{name} at {function.__module__}.{function.__qualname__}")
         return function
     if not patch.gate and (version != fork.VERSION or signature_of(function) != patch.signature):
         return function
     replacement = patch.replace(function, *((require,) if patch.takes_require else ()))
     setattr(replacement, MARK, name)
-    _hooked.append(replacement)
+    _hooked_functions.append(replacement)
     return replacement
 
 
-def surplus() -> list[str]:
+def unmatched_hooks() -> list[str]:
     """Return the hooks without a patch; all modules of the table must have been imported."""
     patched_ids = set()
     for patch in patches.REPLACED:
         with contextlib.suppress(AttributeError):  # a missing symbol is reported by ``Patch.problem``
             function = patch.locate()[2]
             patched_ids.add(id(getattr(function, "__func__", function)))
-    unmatched = [hook for hook in _hooked if id(hook) not in patched_ids]
+    unmatched = [hook for hook in _hooked_functions if id(hook) not in patched_ids]
     names = [f"{getattr(hook, MARK)} at {hook.__module__}.{hook.__qualname__}" for hook in unmatched]
-    return [f"no patch corresponds to the hook {name}" for name in (*_unknown, *names)]
+    return [f"no patch corresponds to the hook {name}" for name in (*_unknown_hooks, *names)]
 
 
 def import_all() -> None:
@@ -188,40 +191,40 @@ def status() -> list[tuple[Patch, str]]:
     Imports nothing.
     """
     rows = []
-    other_packages = [patch for patch in patches.BESIDE if patch.module in sys.modules and _exists(patch)]
+    other_packages = [patch for patch in patches.OTHER_PACKAGES if patch.module in sys.modules and _exists(patch)]
     for patch in (*patches.PATCHES, *other_packages):
         if patch.module not in sys.modules:
             state = "not imported"
         elif problem := patch.problem():
             state = problem
         else:
-            state = (_replaced_by(patch) or _unreplaced(patch)) if patch.replace else "as expected"
+            state = (_replacement_state(patch) or _missing_replacement(patch)) if patch.replace else "as expected"
         rows.append((patch, state))
     return rows
 
 
-def _replaced_by(patch: Patch) -> str | None:
+def _replacement_state(patch: Patch) -> str | None:
     """Return how a symbol has been replaced; None if it has not been."""
     if patch.is_hooked():
         return "hooked"
     return "applied" if patch.path in _applied and _is_in_place(patch) else None
 
 
-def _unreplaced(patch: Patch) -> str:
+def _missing_replacement(patch: Patch) -> str:
     return "not applied" if fork.version() is None else f"without its hook {patch.label}"
 
 
 def override_problems() -> list[str]:
     """Return where DeepSpeed's classes differ from the expectations of our subclasses. Imports them."""
     problems: list[str] = []
-    for cls in patches.OVERRIDING:
+    for cls in patches.OVERRIDING_CLASSES:
         module, _, name = cls.partition(":")
         try:
             problems += overrides.override_problems(getattr(importlib.import_module(module), name))
         except ImportError as error:
             if not (error.name or "").startswith("deepspeed."):
                 raise
-            problems.append(f"{error.name} has not what {cls} imports: {error}")
+            problems.append(f"{error.name} lacks a name that {cls} imports: {error}")
     return list(dict.fromkeys(problems))
 
 
@@ -231,21 +234,22 @@ def require() -> None:
     Raises:
         RuntimeError: this DeepSpeed is not supported, or a symbol has moved or changed.
     """
-    problems = [problem for problem in [foreign()] if problem]
+    problems = [problem for problem in [unsupported_reason()] if problem]
     is_supported = not problems
     for patch in patches.PATCHES:
+        # Symbols are compared even if no code has used their modules yet.
         importlib.import_module(patch.module)
         if patch.path in _applied and not _is_in_place(patch):  # a reload has restored the original
             apply(patch.module)
         problem = patch.problem()  # compares the original: ``functools.wraps`` keeps its signature
-        if problem or (is_supported and patch.replace and not _replaced_by(patch)):
-            problems.append(problem or f"{patch.path} is {_unreplaced(patch)}")
+        if problem or (is_supported and patch.replace and not _replacement_state(patch)):
+            problems.append(problem or f"{patch.path} is {_missing_replacement(patch)}")
     problems += override_problems()
     if problems:
         tested = ", ".join(patches.TESTED_VERSIONS)
-        remedy = "Install one of those" if fork.version() is None else fork.REMEDY
+        remedy = "Install a tested version" if fork.version() is None else fork.REMEDY
         raise RuntimeError(
-            f"deepspeed_ext does not know this DeepSpeed: {'; '.join(problems)}. Tested: DeepSpeed {tested}. "
+            f"deepspeed_ext does not support this DeepSpeed: {'; '.join(problems)}. Tested: DeepSpeed {tested}. "
             f"{remedy}, or remove the keys of deepspeed_ext (paro_*, mics_*, zeropp_loco_param) from "
             f"zero_optimization."
         )

@@ -31,7 +31,7 @@ REPLACED: tuple[Patch, ...] = (
     ),
     Patch(
         "deepspeed.runtime.config:DeepSpeedConfig.__init__",
-        "refuse what our keys contradict before anything is communicated",
+        "check our keys against the rest of the configuration before any communication",
         "(self, config, mpu=None, mesh_device=None)",
         seams.check_our_keys,
         gate=True,
@@ -39,19 +39,19 @@ REPLACED: tuple[Patch, ...] = (
     ),
     Patch(
         f"{ENGINE}._do_optimizer_sanity_check",
-        "keep bf16 with fp32 accumulation at stage 1 in ZeRO's optimizer, where BF16_Optimizer would be made",
+        "use ZeRO's optimizer for bf16 with fp32 accumulation at stage 1, instead of BF16_Optimizer",
         "(self, basic_optimizer)",
         seams.keep_in_zero,
     ),
     Patch(
         f"{ENGINE}._configure_distributed_model",
-        "decide on a strategy when the model is known and nothing of it depends on the stage yet",
+        "choose the fastest strategy once the model is built, before anything depends on the stage",
         "(self, model)",
         seams.decide_on_a_strategy,
     ),
     Patch(
         f"{ENGINE}._configure_zero_optimizer",
-        "make our subclass of ZeRO's optimizer, which has the name DeepSpeedZeroOptimizer in the engine meanwhile",
+        "build our subclass of ZeRO's optimizer under the name DeepSpeedZeroOptimizer",
         "(self, optimizer)",
         seams.make_our_optimizer,
     ),
@@ -63,7 +63,7 @@ REPLACED: tuple[Patch, ...] = (
     ),
     Patch(
         "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
-        "compare the order in which modules are used among the ranks that gather together",
+        "compare the order of modules only among ranks that gather together",
         "(ints)",
         seams.compare_within_group,
     ),
@@ -81,32 +81,32 @@ REPLACED: tuple[Patch, ...] = (
     ),
     Patch(
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold",
-        "beside a strategy, stage3_module_granularity_threshold never takes the root, nor what is entered from "
-        "elsewhere; its table is shown",
+        "with a strategy, make stage3_module_granularity_threshold skip the root and modules that are called from "
+        "outside, and log its table",
         "(self, module, zero_module_granularity_threshold)",
         seams.choose_leaves,
     ),
     Patch(
         f"{ZERO3}.create_reduce_and_remove_grad_hooks",
-        "reduce the gradients of a leaf module as one when all are there, whatever its inputs are",
+        "reduce the gradients of a leaf module together once all are computed",
         "(self)",
         seams.watch_our_leaves,
     ),
     Patch(
         f"{ZERO3}.independent_gradient_partition_epilogue",
-        "reduce the gradients of leaf modules that have waited for the end of the backward",
+        "reduce the remaining gradients of leaf modules at the end of the backward",
         "(self)",
         seams.reduce_what_waits,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters.__init__",
-        "take modifier_rank as a data-parallel rank where parameters are sharded inside groups",
+        "interpret modifier_rank as a data-parallel rank if parameters are sharded inside groups",
         "(self, params, modifier_rank=None, fwd_module=None, enabled=True)",
         seams.modify_in_all_groups,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters._exit",
-        "bring what one rank has modified to all groups where parameters are sharded inside groups",
+        "broadcast modified parameters to all groups if parameters are sharded inside groups",
         "(self, *exc)",
         seams.broadcast_to_all_groups,
     ),
@@ -118,19 +118,19 @@ REPLACED: tuple[Patch, ...] = (
     ),
     Patch(
         "deepspeed.runtime.engine:create_checkpoint_engine",
-        "write each file of a checkpoint aside, and read each before anything is changed",
+        "write checkpoint files to a temporary folder, and read them before a load changes anything",
         "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
         seams.write_files_safely,
     ),
     Patch(
         f"{ENGINE}.save_checkpoint",
-        "replace a checkpoint as a whole",
+        "replace a checkpoint atomically",
         "(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False)",
         seams.save_as_a_whole,
     ),
     Patch(
         f"{ENGINE}.load_checkpoint",
-        "check a checkpoint on all ranks before anything is changed",
+        "check a checkpoint on all ranks before a load changes anything",
         "(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
         "load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None)",
         seams.load_what_was_checked,
@@ -144,7 +144,7 @@ REPLACED: tuple[Patch, ...] = (
     *(
         Patch(
             f"{optimizer}._load_universal_checkpoint",
-            "load universal checkpoints into ours; bug fix: into DeepSpeed's where it raises, as stages differ",
+            "load universal checkpoints into our optimizers; bug fix: into DeepSpeed's if stages differ",
             "(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights)",
             lazily("deepspeed_ext.checkpoint.universal:load_into"),
         )
@@ -167,10 +167,10 @@ REPLACED: tuple[Patch, ...] = (
 
 # Functions that our code replaces temporarily, during one of its calls.
 _CONVERTER = "deepspeed.checkpoint.ds_to_universal"
-REPLACED_WITHIN_CALLS: tuple[Patch, ...] = (
+REPLACED_DURING_CALLS: tuple[Patch, ...] = (
     Patch(
         "deepspeed.runtime.engine:get_fp32_state_dict_from_zero_checkpoint",
-        "bug fix: take weights from the tag that is loaded",
+        "bug fix: read weights from the requested tag",
         "(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False)",
     ),
     Patch(
@@ -188,18 +188,20 @@ REPLACED_WITHIN_CALLS: tuple[Patch, ...] = (
         "convert experts that fewer ranks share",
         "(output_dir, model_files, optim_files)",
     ),
-    Patch(f"{_CONVERTER}:_save_optimizer_state", "convert what is in own order", "(args, ds_checkpoint)"),
     Patch(
-        f"{ENGINE}._reduce_autoep_folding_tp_replicated_gradients", "leave to our optimizers what it does", "(self)"
+        f"{_CONVERTER}:_save_optimizer_state", "convert states that are not in ZeRO's order", "(args, ds_checkpoint)"
     ),
-    Patch(f"{ENGINE}._copy_recovery_script", "leave out of saves in memory", "(self, save_path)"),
+    Patch(
+        f"{ENGINE}._reduce_autoep_folding_tp_replicated_gradients", "leave this reduction to our optimizers", "(self)"
+    ),
+    Patch(f"{ENGINE}._copy_recovery_script", "do not copy the script into saves in memory", "(self, save_path)"),
     Patch(f"{STAGES}._synchronize_tied_weights", "load layers one by one", "(self)"),
 )
 
-PATCHES = REPLACED + REPLACED_WITHIN_CALLS
+PATCHES = REPLACED + REPLACED_DURING_CALLS
 
 # Our classes with overrides, which are checked on import.
-OVERRIDING = (
+OVERRIDING_CLASSES = (
     "deepspeed_ext.zero.stage12:Stage12Optimizer",
     "deepspeed_ext.zero.stage3:Stage3Optimizer",
     "deepspeed_ext.zero.sharded.coordinator:GroupCoordinator",
@@ -207,7 +209,7 @@ OVERRIDING = (
 )
 
 # Symbols of other packages, replaced if imported and with the expected signature. Nothing else depends on them.
-BESIDE: tuple[Patch, ...] = (
+OTHER_PACKAGES: tuple[Patch, ...] = (
     Patch(
         "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload",
         "make Accelerate, HF Trainer and TRL read the stage that a strategy implies, in time for zero.Init",
@@ -253,7 +255,7 @@ BESIDE: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.distributed.distributed_c10d:destroy_process_group",
-        "complete updated parameters that are under way before the connections between ranks are closed",
+        "complete updates in flight before the connections between ranks are closed",
         "(group=None)",
         seams.complete_transfers_first,
     ),

@@ -34,15 +34,15 @@ def lazily(target: str) -> Replace:
         target: ``module:function``, imported at the first call.
     """
     module, _, name = target.partition(":")
-    return _replacing(module, name, lambda: getattr(importlib.import_module(module), name))
+    return _make_replace(module, name, lambda: getattr(importlib.import_module(module), name))
 
 
 def _seam(behavior: Callable[..., Any]) -> Replace:
     """Decorator that turns a function of this module into a replacement."""
-    return _replacing(behavior.__module__, behavior.__name__, lambda: behavior)
+    return _make_replace(behavior.__module__, behavior.__name__, lambda: behavior)
 
 
-def _replacing(module: str, name: str, resolve: Callable[[], Callable[..., Any]]) -> Replace:
+def _make_replace(module: str, name: str, resolve: Callable[[], Callable[..., Any]]) -> Replace:
     def replace(original: Callable[..., Any], require: Callable[[], None] | None = None) -> Callable[..., Any]:
         extra = {} if require is None else {"require": require}
         behavior: Callable[..., Any] | None = None
@@ -87,9 +87,9 @@ def parse_our_keys(
 
 @_seam
 def leave_removed_keys_to_us(reject: Callable[..., Any], param_dict: dict[str, Any]) -> Any:
-    from deepspeed_ext.config.keys import without_removed
+    from deepspeed_ext.config.keys import drop_removed_keys
 
-    return reject(without_removed(param_dict))
+    return reject(drop_removed_keys(param_dict))
 
 
 @_seam
@@ -106,6 +106,7 @@ def check_our_keys(
     from deepspeed_ext.integration import plugins
 
     if isinstance(config, dict):
+        # Before DeepSpeed parses the configuration, because plugins may change it.
         plugins.configure(config)
     try:
         init(self, config, mpu, mesh_device)
@@ -129,13 +130,13 @@ def check_our_keys(
 
 @_seam
 def decide_on_a_strategy(configure: Callable[..., None], self: "Engine", model: "nn.Module") -> None:
-    from deepspeed_ext.config.section import undecided
+    from deepspeed_ext.config.section import wants_fastest
     from deepspeed_ext.integration import plugins
 
-    if undecided(self._config):
-        from deepspeed_ext.planner.fastest import decide_for
+    if wants_fastest(self._config):
+        from deepspeed_ext.planner.fastest import choose_strategy
 
-        decide_for(self, model)
+        choose_strategy(self, model)
     configure(self, model)
     plugins.engine_ready(self)
 

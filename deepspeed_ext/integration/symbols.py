@@ -26,7 +26,7 @@ class Patch:
 
     Attributes:
         target: module and qualified name, separated by a colon.
-        why: purpose of the replacement.
+        purpose: purpose of the replacement, as a verb phrase.
         signature: expected signature, without annotations; any other is refused.
         replace: makes the replacement from the original; None if our code replaces the symbol only during a call.
         gate: whether it is replaced even if its signature has changed, because it receives our keys and raises errors.
@@ -34,7 +34,7 @@ class Patch:
     """
 
     target: str
-    why: str
+    purpose: str
     signature: str
     replace: Callable[..., Callable[..., Any]] | None = None
     gate: bool = False
@@ -83,10 +83,10 @@ class Patch:
         try:
             *_, value = self.locate()
         except (AttributeError, ImportError):
-            return f"{self.path} is gone (used for: {self.why})"
+            return f"{self.path} no longer exists (used for: {self.purpose})"
         signature = signature_of(getattr(value, "__func__", value))
         if signature != self.signature:
-            return f"{self.path} has signature {signature}, expected {self.signature} (used for: {self.why})"
+            return f"{self.path} has signature {signature}, expected {self.signature} (used for: {self.purpose})"
         return None
 
 

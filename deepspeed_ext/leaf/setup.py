@@ -13,7 +13,7 @@ from deepspeed.utils.logging import print_dist
 from deepspeed.utils.z3_leaf_module import _fully_qualified_class_name
 from torch import nn
 
-from deepspeed_ext.config.keys import LEAF_BYTES, MOST_LIVE, SECTION, THRESHOLD
+from deepspeed_ext.config.keys import LEAF_BYTES, MAX_LIVE, SECTION, THRESHOLD
 from deepspeed_ext.deepspeed_types import ZeroConfig
 from deepspeed_ext.leaf.modules import (
     HOOKS_PER_MODULE,
@@ -130,14 +130,14 @@ def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
         raise ValueError(
             f"{SECTION}.{LEAF_BYTES} must be at least the bytes of one expert, gathered and with its gradient: one of "
             f"the {module.num_experts} packed experts of {name} needs {needed:,}, got {budget:,}. Raise it, or set it "
-            f"to true for the budget that {SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
+            f"to true for the budget that {SECTION}.{MAX_LIVE} gives ({default_budget(model, most_live):,})."
         )
     largest = max(sizes, key=lambda key: sizes[key])
     others = f"; with the others of {name or 'the model'} {needed:,}" if len(sizes) > 1 else ""
     raise ValueError(
         f"{SECTION}.{LEAF_BYTES} must be at least the bytes of the largest parameter, gathered and with its gradient: "
         f"{largest} needs {sizes[largest]:,}{others}, got {budget:,}. Raise it, or set it to true for the budget that "
-        f"{SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
+        f"{SECTION}.{MAX_LIVE} gives ({default_budget(model, most_live):,})."
     )
 
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
 from deepspeed_ext.config.section import offloads
-from deepspeed_ext.config.settings import EXACT, LocoSettings, UpdateSettings, of_outer_steps
+from deepspeed_ext.config.settings import EXACT, LocoSettings, UpdateSettings, outer_step_settings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, QuantizedSums
 from deepspeed_ext.loco.ops import require_kernels
@@ -94,7 +94,7 @@ class OuterHops:
 
     def __init__(self, engine: Engine, bits: int) -> None:
         self._bits = bits
-        self._settings = None if bits in (32, 16) else of_outer_steps(bits)
+        self._settings = None if bits in (32, 16) else outer_step_settings(bits)
         self._errors = _error_device(engine)
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from deepspeed_ext.comm.agreement import all_gather_texts
 from deepspeed_ext.config.keys import GROUP_SIZE, LOCO, SECTION, STRATEGY
-from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
@@ -32,7 +32,7 @@ def settings_of(config: DeepSpeedConfig, strategy: Strategy | None, module: Pipe
     """
     zero = config.zero_config
     return {
-        f"{SECTION}.{STRATEGY}": strategy.name if strategy else None,
+        f"{SECTION}.{STRATEGY}": str(strategy) if strategy else None,
         f"{SECTION}.stage": int(zero.stage),
         f"{SECTION}.{GROUP_SIZE}": getattr(zero, GROUP_SIZE, None),
         f"{SECTION}.{LOCO}": getattr(zero, LOCO, None),
@@ -42,7 +42,9 @@ def settings_of(config: DeepSpeedConfig, strategy: Strategy | None, module: Pipe
         "gradient_clipping": config.gradient_clipping,
         "fp16.enabled": config.float16_config.enabled,
         "bf16.enabled": config.bfloat16_config.enabled,
-        "expert-parallel sizes of MoE layers": sorted({layer.ep_size for layer in native_mixtures(module).values()}),
+        "expert-parallel sizes of MoE layers": sorted(
+            {layer.ep_size for layer in deepspeed_moe_layers(module).values()}
+        ),
     }
 
 
@@ -83,7 +85,7 @@ def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: 
     sizes = _gather(module, json.dumps(optimizer.topology.sizes.group_size))
     if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
         raise ValueError(
-            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but the "
+            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy}, but the "
             f"ranks on each node give the sizes {_by_rank(sizes)}. Set {SECTION}.{GROUP_SIZE}."
         )
 

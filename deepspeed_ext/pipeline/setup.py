@@ -17,7 +17,7 @@ from torch import nn
 
 from deepspeed_ext.config.check import use_strategy_of_stage
 from deepspeed_ext.config.keys import FASTEST, QUANTIZED_UPDATES, SECTION, STRATEGY
-from deepspeed_ext.config.section import active_strategy, undecided
+from deepspeed_ext.config.section import active_strategy, wants_fastest
 from deepspeed_ext.config.unsupported import Unsupported, refuse_unsupported
 from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.pipeline.agreement import device_of, require_same_settings, settings_of
@@ -91,13 +91,13 @@ def _reject_quantized_tied_updates(config: DeepSpeedConfig, strategy: Strategy, 
     if tied and strategy.os == Placement.G and config.zero_config.paro_quantized_updates is not None:
         raise ValueError(
             f"{SECTION}.{QUANTIZED_UPDATES} cannot be combined with tied layers ({', '.join(tied)}) in a pipeline "
-            f"with {STRATEGY} {strategy.name}: the copies of their weights on different stages would differ by the "
+            f"with {STRATEGY} {strategy}: the copies of their weights on different stages would differ by the "
             f"quantization errors. Remove {QUANTIZED_UPDATES}, or use a strategy with os = I or N."
         )
 
 
 def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable[[], None]) -> Strategy | None:
-    if undecided(config):
+    if wants_fastest(config):
         raise ValueError(
             f"{SECTION}.{STRATEGY} {FASTEST} does not support pipelines, because their stages have different models. "
             f"Set a strategy; `python -m deepspeed_ext plan` compares them."

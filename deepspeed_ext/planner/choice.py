@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from deepspeed_ext.planner.closed_form import HOST
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import Prediction, predict, predict_plain
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, hyphenate, hyphenated
 
 # Relative difference up to which predictions count as equally fast; the one with less memory is then better.
 TIE = 0.03
@@ -28,7 +28,7 @@ class Plan:
         predictions: all strategies, the fastest first.
         choice: the strategy to use; None if none fits.
         plain: DDP and the plain stages, for comparison.
-        overlapped: the best strategy with p = N if ``paro_overlap_updates`` were true; None if it is, or if none fits.
+        overlapped: the best strategy with p = N and ``paro_overlap_updates``; None if the key is true or none fits.
     """
 
     sizes: GroupSizes
@@ -50,57 +50,57 @@ class Plan:
         limit = "" if self.budget is None else f" of {self.budget / 1e9:.3g}"
         if self.choice is None:
             return (
-                f"none fits: {least.name} needs least, {least.total_memory / 1e9:.3g} GB{limit} GB on each rank. Use "
-                f"more ranks, or offload."
+                f"no strategy fits: {hyphenate(least.name)} needs the least memory, {least.total_memory / 1e9:.3g} GB"
+                f"{limit} GB on each rank. Use more ranks, or offload."
             )
         chosen = self.choice
         compute, within, between = (chosen.seconds[part] for part in ("compute", "within", "between"))
         text = (
-            f"{chosen.name}: predicted {chosen.total_seconds:.3g} s per step: {compute:.3g} s compute, and exposed "
-            f"{within:.3g} s within groups and {between:.3g} s between{self._copied(chosen)}; "
+            f"{hyphenate(chosen.name)}: predicted {chosen.total_seconds:.3g} s per step: {compute:.3g} s compute, and "
+            f"exposed {within:.3g} s within groups and {between:.3g} s between{self._copies_clause(chosen)}; "
             f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
         )
-        close = [row for row in self.predictions if self.fits(row) and self._ties(row) and self._larger(row)]
+        close = [row for row in self.predictions if self.fits(row) and self._is_tied(row) and self._is_larger(row)]
         if close:
-            text += f"; as fast within {TIE:.0%}, with more memory: {', '.join(row.name for row in close)}"
+            text += f"; as fast within {TIE:.0%}, with more memory: {hyphenated(row.name for row in close)}"
         faster = [row for row in self.predictions if not self.fits(row) and self._is_faster(row)]
         if faster:
             text += f"; faster, but too large: {_figures(faster[0])}"
         if self.overlapped is not None and self._is_faster(self.overlapped):
-            text += f"; with paro_overlap_updates true faster: {_figures(self.overlapped)}"
+            text += f"; faster with paro_overlap_updates true: {_figures(self.overlapped)}"
         if self.model.experts:
             text += (
                 f"; of {chosen.volume.inter / 1e9:.3g} GB that a rank receives from other groups in a step "
                 f"{chosen.of_experts.inter / 1e9:.3g} are of experts"
             )
         if self.model.all_matrices:
-            text += "; plain stages are left out: with Muon they also move whole gradients and momentum"
-        return text + self._compared()
+            text += "; not compared with plain stages: with Muon they also send full gradients and momentum"
+        return text + self._plain_rival_clause()
 
-    def _copied(self, row: Prediction) -> str:
+    def _copies_clause(self, row: Prediction) -> str:
         copies = row.seconds[HOST]
         return "" if self.model.host is None else f", and {copies:.3g} s of copies from and to the host"
 
-    def _compared(self) -> str:
+    def _plain_rival_clause(self) -> str:
         """Return a clause about the smallest plain stage at least as fast as the choice; empty if there is none."""
         assert self.choice is not None
-        rivals = [row for row in self.plain if self.fits(row) and (self._ties(row) or self._is_faster(row))]
+        rivals = [row for row in self.plain if self.fits(row) and (self._is_tied(row) or self._is_faster(row))]
         if not rivals:
             return ""
         row = min(rivals, key=lambda row: (row.total_memory, row.total_seconds))
-        speed = "as fast" if self._ties(row) else "faster"
-        price = ", with more memory" if self._larger(row) else ": no strategy is needed"
+        speed = "as fast" if self._is_tied(row) else "faster"
+        price = ", with more memory" if self._is_larger(row) else ": no strategy is needed"
         return f"; {speed}: plain {_figures(row)}{price}"
 
     def _is_faster(self, row: Prediction) -> bool:
         assert self.choice is not None
-        return row.total_seconds < self.choice.total_seconds and not self._ties(row)
+        return row.total_seconds < self.choice.total_seconds and not self._is_tied(row)
 
-    def _ties(self, row: Prediction) -> bool:
+    def _is_tied(self, row: Prediction) -> bool:
         assert self.choice is not None
         return abs(row.total_seconds - self.choice.total_seconds) <= TIE * self.choice.total_seconds
 
-    def _larger(self, row: Prediction) -> bool:
+    def _is_larger(self, row: Prediction) -> bool:
         assert self.choice is not None
         return row.total_memory > self.choice.total_memory
 
@@ -121,7 +121,7 @@ class Plan:
 
 
 def _figures(row: Prediction) -> str:
-    return f"{row.name} ({row.total_seconds:.3g} s, {row.total_memory / 1e9:.3g} GB)"
+    return f"{hyphenate(row.name)} ({row.total_seconds:.3g} s, {row.total_memory / 1e9:.3g} GB)"
 
 
 def plan(
@@ -129,7 +129,7 @@ def plan(
     model: Model,
     rates: Rates,
     budget: float | None = None,
-    sent: Iterable[Compression] = (AS_IT_IS,),
+    compressions: Iterable[Compression] = (UNCOMPRESSED,),
     allowed: Callable[[Strategy], bool] = lambda _: True,
 ) -> Plan:
     """Predict all strategies, and choose the fastest that fits; among equally fast strategies, the smallest.
@@ -139,23 +139,32 @@ def plan(
         model: the model to train.
         rates: rates of the hops.
         budget: bytes on each rank; None for no limit.
-        sent: compressions to predict for each strategy that allows them. The choice is among all of them.
+        compressions: compressions to predict for each strategy that allows them. The choice is among all of them.
         allowed: returns whether to consider a strategy.
 
     Raises:
         ValueError: no strategy is allowed.
     """
-    forms = tuple(sent)
+    compressions = tuple(compressions)
     rows = [row for row in STRATEGIES.values() if allowed(row)]
-    predictions = [predict(row, sizes, model, rates, form) for form in forms for row in rows if form.allows(row)]
+    predictions = [
+        predict(row, sizes, model, rates, compression)
+        for compression in compressions
+        for row in rows
+        if compression.allows(row)
+    ]
     if not predictions:
-        raise ValueError("none of the strategies is allowed.")
+        raise ValueError("no strategy is allowed.")
     predictions.sort(key=lambda row: (row.total_seconds, row.total_memory))
+    # A plain stage is compared only if the equal strategy is allowed: with zero.Init only ZeRO-3, for example.
     plain = tuple(row for row in predict_plain(sizes, model, rates) if allowed(STRATEGIES[row.strategy]))
     unsharded = [row for row in rows if row.p == Placement.N and not model.overlap_updates]
     overlapping = replace(model, overlap_updates=True)
     overlapped = [
-        predict(row, sizes, overlapping, rates, form) for form in forms for row in unsharded if form.allows(row)
+        predict(row, sizes, overlapping, rates, compression)
+        for compression in compressions
+        for row in unsharded
+        if compression.allows(row)
     ]
     choices = [_best_within(budget, rows_by_overlap) for rows_by_overlap in (predictions, overlapped)]
     return Plan(sizes, model, rates, budget, tuple(predictions), choices[0], plain, choices[1])
@@ -171,5 +180,6 @@ def _best_within(budget: float | None, rows: Sequence[Prediction]) -> Prediction
 def best(rows: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:
     """Return the smallest row within ``TIE`` of the fastest; among equally small rows, the fastest."""
     quickest = min(map(seconds, rows))
+    # Within TIE, the error of the model exceeds the difference, so memory decides.
     close = [row for row in rows if seconds(row) <= (1 + TIE) * quickest]
     return min(close, key=lambda row: (memory(row), seconds(row)))

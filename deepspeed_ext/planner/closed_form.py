@@ -121,7 +121,7 @@ class Step:
         forward = self._pass(FORWARD * self.compute, under_forward, waits=True)
         middle, last = self._backward(boundary=False), self._backward(boundary=True)
         later = {part: (self.accumulation - 1) * seconds for part, seconds in _total(forward, middle).items()}
-        parts = _total(self._updated(forward), later, last, self._exchanged(), {UPDATE: self.update})
+        parts = _total(self._first_forward(forward), later, last, self._exchange_rounds(), {UPDATE: self.update})
         return {part: parts.get(part, 0.0) for part in PARTS}
 
     def busy(self) -> Seconds:
@@ -145,55 +145,59 @@ class Step:
             gathers: number of layers that are gathered during the pass.
             waits: whether it waits for the gather of its first layer.
         """
-        sent = _Sent.of([self.use], self.overlap)
-        cores, slowest = compute + sum(sent.on_cores.values()), max(sent.on_links.values())
+        transfers = _Transfers.for_moves([self.use], self.overlap)
+        cores, slowest = compute + sum(transfers.on_cores.values()), max(transfers.on_links.values())
         if self.overlap.within:
-            seconds = max(cores, slowest, (cores + sent.chained) / 2)
+            seconds = max(cores, slowest, (cores + transfers.chained) / 2)
         elif self.overlap.at_once:
             seconds = max(cores, slowest)
         else:
-            seconds = cores - compute + max(compute, sent.chained)
-        exposed = (gathers * (seconds - cores) + waits * sent.chained) / self.layers
-        return _total({COMPUTE: compute}, sent.on_cores, sent.divide(exposed))
+            seconds = cores - compute + max(compute, transfers.chained)
+        # A forward also waits for its first layer; a backward has that layer from the forward.
+        exposed = (gathers * (seconds - cores) + waits * transfers.chained) / self.layers
+        return _total({COMPUTE: compute}, transfers.on_cores, transfers.divide(exposed))
 
-    def _updated(self, forward: Seconds) -> Seconds:
+    def _first_forward(self, forward: Seconds) -> Seconds:
         """Return the first forward pass with updated parameters, including their gather."""
         if self.overlap.updates:
-            return _overlapped(forward, _Sent.of([self.updates], self.overlap), self.updates.units)
-        sent = self._waited([self.updates])
-        waits = sent.chained
+            return _pass_with_transfers(
+                forward, _Transfers.for_moves([self.updates], self.overlap), self.updates.units
+            )
+        transfers = self._without_overlap([self.updates])
+        waits = transfers.chained
         if self.overlap.gradients:  # all messages are queued at once, so one hop hides the other
-            longest = max(sent.on_links.values())
+            longest = max(transfers.on_links.values())
             waits = longest + (waits - longest) / self.updates.units
-        return _total(forward, sent.divide(waits))
+        return _total(forward, transfers.divide(waits))
 
     def _backward(self, boundary: bool) -> Seconds:
         """Return a backward pass with its reductions; ``boundary``: whether it is the last micro-batch's."""
         backward = (1 - FORWARD) * self.compute
+        # The last layer is still gathered from the forward.
         compute = self._pass(backward, self.layers - 1) if self.gathers > 1 else {COMPUTE: backward}
         moves = [self.reduce, self.cross, self.back] if boundary else [self.reduce]
         if not self.overlap.gradients:
-            sent = self._waited(moves)
-            return _total(compute, sent.divide(sent.chained))
-        sent = _Sent.of(moves, self.overlap)
-        gathers = _Sent.of([self.use] if self.gathers > 1 else [], self.overlap)
-        return _overlapped(compute, sent, self.reduce.units, gathers, self.layers)
+            transfers = self._without_overlap(moves)
+            return _total(compute, transfers.divide(transfers.chained))
+        transfers = _Transfers.for_moves(moves, self.overlap)
+        gathers = _Transfers.for_moves([self.use] if self.gathers > 1 else [], self.overlap)
+        return _pass_with_transfers(compute, transfers, self.reduce.units, gathers, self.layers)
 
-    def _waited(self, moves: Sequence[Move]) -> "_Sent":
+    def _without_overlap(self, moves: Sequence[Move]) -> "_Transfers":
         """Return moves during which nothing is computed."""
-        return _Sent.of(moves, Overlap(at_once=self.overlap.at_once))
+        return _Transfers.for_moves(moves, Overlap(at_once=self.overlap.at_once))
 
-    def _exchanged(self) -> Seconds:
+    def _exchange_rounds(self) -> Seconds:
         """Return the exchange of matrices in rounds. Each round is orthogonalized while others are sent."""
-        sent = _Sent.of([self.exchange], self.overlap)
-        cores = {UPDATE: self.orthogonalize} | sent.on_cores
-        slowest = max(sent.on_links.values(), default=0.0)
+        transfers = _Transfers.for_moves([self.exchange], self.overlap)
+        cores = {UPDATE: self.orthogonalize} | transfers.on_cores
+        slowest = max(transfers.on_links.values(), default=0.0)
         work = sum(cores.values())
-        return _total(cores, sent.divide(max(slowest - work, slowest / self.exchange.units)))
+        return _total(cores, transfers.divide(max(slowest - work, slowest / self.exchange.units)))
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Transfers:
     """Seconds of redistributions.
 
     Attributes:
@@ -209,7 +213,7 @@ class _Sent:
     in_turn: bool
 
     @classmethod
-    def of(cls, moves: Sequence[Move], overlap: Overlap) -> "_Sent":
+    def for_moves(cls, moves: Sequence[Move], overlap: Overlap) -> "_Transfers":
         """Add up moves. Hops that do not overlap with compute run on its cores."""
         overlaps = {WITHIN: overlap.within, BETWEEN: True, HOST: overlap.copies}
         on_cores, on_links, chained = dict.fromkeys(overlaps, 0.0), dict.fromkeys(overlaps, 0.0), 0.0
@@ -218,6 +222,7 @@ class _Sent:
             for part, seconds in hops.items():
                 (on_links if overlaps[part] else on_cores)[part] += seconds
             hop_seconds = max(move.within, move.between) if overlap.at_once else move.within + move.between
+            # Hops on the cores are counted as compute, so they are not part of the chain on links.
             chained += hop_seconds - (0.0 if overlap.within else move.within) + (hops[HOST] if overlap.copies else 0.0)
         return cls(on_cores, on_links, chained, not overlap.at_once)
 
@@ -228,47 +233,52 @@ class _Sent:
         return {part: seconds * link / total for part, link in links.items()} if total else {}
 
 
-def _overlapped(compute: Seconds, sent: _Sent, units: int, gathered: _Sent | None = None, layers: int = 1) -> Seconds:
+def _pass_with_transfers(
+    compute: Seconds, transfers: _Transfers, units: int, gathers_on_links: _Transfers | None = None, layers: int = 1
+) -> Seconds:
     """Return a pass and the transfers under it; see Note [Closed form of a step].
 
     Args:
         compute: the pass.
-        sent: the transfers.
+        transfers: the transfers.
         units: number of messages.
-        gathered: concurrent gathers on the same links.
+        gathers_on_links: concurrent gathers on the same links.
         layers: number of these gathers.
     """
-    base, tail = _total(compute, sent.on_cores), sent.chained / units
+    base, tail = _total(compute, transfers.on_cores), transfers.chained / units
     length, stalls = sum(base.values()), Seconds()
-    ready = (length if sent.in_turn else sum(compute.values())) / units  # when the first message is on a link
+    ready = (length if transfers.in_turn else sum(compute.values())) / units  # when the first message is on a link
+    # The seconds by which each link finishes after the pass; negative if compute hides it.
     waits = {
-        part: ready + seconds + max(0.0, sent.chained - seconds) / units - length
-        for part, seconds in sent.on_links.items()
+        part: ready + seconds + max(0.0, transfers.chained - seconds) / units - length
+        for part, seconds in transfers.on_links.items()
         if seconds
     }
-    if gathered is not None and gathered.chained:
-        stalls = _stalls(sum(compute.values()), sent, units, gathered, layers)
+    if gathers_on_links is not None and gathers_on_links.chained:
+        stalls = _stalls(sum(compute.values()), transfers, units, gathers_on_links, layers)
         # The first layer was gathered during the forward, and others before the first message.
         share = max(0.0, 1 - 1 / layers - 1 / units)
-        waits = {part: wait + share * gathered.on_links[part] for part, wait in waits.items()}
+        waits = {part: wait + share * gathers_on_links.on_links[part] for part, wait in waits.items()}
     slowest = max(waits, key=lambda part: waits[part], default=BETWEEN)
     if waits.get(slowest, 0.0) <= sum(stalls.values()) + tail:
-        return _total(base, stalls, sent.divide(tail))
-    other_hops = max(0.0, sent.chained - sent.on_links[slowest]) / units
-    return _total(base, {slowest: waits[slowest] - other_hops}, sent.divide(other_hops, without=slowest))
+        return _total(base, stalls, transfers.divide(tail))
+    other_hops = max(0.0, transfers.chained - transfers.on_links[slowest]) / units
+    return _total(base, {slowest: waits[slowest] - other_hops}, transfers.divide(other_hops, without=slowest))
 
 
-def _stalls(length: float, sent: _Sent, units: int, gathered: _Sent, layers: int) -> Seconds:
+def _stalls(length: float, transfers: _Transfers, units: int, gathers_on_links: _Transfers, layers: int) -> Seconds:
     """Return the seconds by which gathers that are queued after a bucket delay a pass of this length.
 
     A gather is two layers ahead of its use. If buckets are smaller than two layers, several are in flight at a time.
     If they are smaller than three, one hop of a bucket hides another's.
     """
-    seconds_per_bucket = {part: seconds / units for part, seconds in sent.on_links.items() if gathered.on_links[part]}
+    seconds_per_bucket = {
+        part: seconds / units for part, seconds in transfers.on_links.items() if gathers_on_links.on_links[part]
+    }
     if not any(seconds_per_bucket.values()) or 2 * units > layers:
         return {}
-    is_pipelined = 3 * units > layers or not sent.in_turn
-    ahead = max(0.0, 2 * (length - gathered.chained) / layers)
+    is_pipelined = 3 * units > layers or not transfers.in_turn
+    ahead = max(0.0, 2 * (length - gathers_on_links.chained) / layers)
     stall = max(0.0, (max(seconds_per_bucket.values()) if is_pipelined else sum(seconds_per_bucket.values())) - ahead)
     return {
         part: (units - 1) * stall * seconds / sum(seconds_per_bucket.values())

@@ -61,6 +61,7 @@ class Compression:
         intra, inter = phase.volume.intra, phase.volume.inter
         if phase.kind == Direction.REDUCE and self.loco is not None:
             return Volume(intra, inter * self.loco.wire_bits / (BITS * gradient_bytes))
+        # Gathers for forward and backward are exact, and nothing is quantized within one group.
         if phase.kind == Direction.REDUCE or self.updates is None or phase.each_micro_step or not inter:
             return phase.volume
         if phase.name == "gather updates":
@@ -71,17 +72,19 @@ class Compression:
             return Volume(intra * ratio, inter * ratio)
         return Volume(intra, inter * self.updates.sums.wire_bits / (BITS * gradient_bytes))
 
-    def kept_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
+    def error_bytes_in_step(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
         """Return the bytes of error feedback that a rank holds during a step: the errors before and after it."""
-        return 2 * self.saved_bytes(strategy, sizes, trainable)
+        return 2 * self.error_bytes(strategy, sizes, trainable)
 
-    def saved_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
+    def error_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
         """Return the bytes of error feedback that a rank holds between steps, and saves."""
         if sizes.groups == 1:
             return 0.0  # nothing is sent between groups
-        total = 0.0 if self.loco is None else self.loco.kept_bits / BITS * trainable / sizes.shards(Placement.I)
+        total = (
+            0.0 if self.loco is None else self.loco.error_feedback_bits / BITS * trainable / sizes.shards(Placement.I)
+        )
         if self.updates is not None and strategy.os != Placement.G:
-            total += self.updates.sums.kept_bits / BITS * trainable / sizes.shards(Placement.G)
+            total += self.updates.sums.error_feedback_bits / BITS * trainable / sizes.shards(Placement.G)
         return total
 
 
@@ -90,6 +93,6 @@ def label(loco: bool, updates: bool) -> str:
     return (" + LoCo" if loco else "") + (" + updates" if updates else "")
 
 
-AS_IT_IS = Compression()
+UNCOMPRESSED = Compression()
 # The compressions that a plan compares: exact, with LoCo, and also with quantized updates.
-FORMS = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
+COMPRESSIONS = (UNCOMPRESSED, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))

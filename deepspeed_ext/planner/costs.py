@@ -27,12 +27,12 @@ from typing import Any
 
 from deepspeed_ext.comm.owners import ROUNDS
 from deepspeed_ext.planner.closed_form import Move, Overlap, Seconds, Step
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression, label
-from deepspeed_ext.planner.memory import Copies, Model, copies, held_bytes, transient_bytes
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression, label
+from deepspeed_ext.planner.memory import Copies, Model, count_copies, held_bytes, transient_bytes
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, StateBytes, Strategy, Volume
 
-UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, per byte of optimizer states
+UPDATE_TRAFFIC = 2.5  # bytes that an update reads and writes, per byte of optimizer states
 # Strategies that equal a plain stage, which has no groups.
 PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}
 DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
@@ -92,10 +92,10 @@ class Prediction:
 
 
 def predict(
-    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
+    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, compression: Compression = UNCOMPRESSED
 ) -> Prediction:
     """Predict the cost of a strategy; see Note [Cost model]."""
-    return _prediction(strategy, sizes, model, rates, sent, model.overlaps(strategy))
+    return _prediction(strategy, sizes, model, rates, compression, model.overlaps(strategy))
 
 
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
@@ -112,15 +112,17 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     # DDP gathers no updates, so ``overlap.updates`` has no effect on it.
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
-    return replace(_prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap), plain=True)
+    return replace(
+        _prediction(strategy, sizes, replace(model, bucket=bucket), rates, UNCOMPRESSED, overlap), plain=True
+    )
 
 
 def _prediction(
-    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression, overlap: Overlap
+    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, compression: Compression, overlap: Overlap
 ) -> Prediction:
     families = model.families(sizes)
-    host_copies = copies(strategy, families, sent)
-    volumes, (use, reduce, cross, back, updates) = _moves(strategy, families, model, rates, sent, host_copies)
+    host_copies = count_copies(strategy, families, compression)
+    volumes, (use, reduce, cross, back, updates) = _moves(strategy, families, model, rates, compression, host_copies)
     exchanged = [strategy.exchange(ranks, family.matrices) for ranks, family in families]
     of_experts = sum([*volumes[1:], *exchanged[1:]], Volume())
     memory, host = held_bytes(strategy, families)
@@ -135,16 +137,18 @@ def _prediction(
         gathers=model.gathers,
         accumulation=model.accumulation,
         compute=model.compute,
-        update=UPDATE_TOUCHES * memory.optimizer / rates.memory,
+        # The states on the device: 0 if they are offloaded, since the host's update is not modeled.
+        update=UPDATE_TRAFFIC * memory.optimizer / rates.memory,
         overlap=overlap,
-        orthogonalize=_orthogonalizing(strategy, families),
+        orthogonalize=_orthogonalize_seconds(strategy, families),
     )
     return Prediction(
         strategy.name,
-        loco=sent.loco is not None,
-        updates=sent.updates is not None,
+        loco=compression.loco is not None,
+        updates=compression.updates is not None,
+        # Cached slices are on the device in addition to the copy on the host.
         memory=replace(memory, parameters=memory.parameters + host_copies.cached),
-        transient=sum(transient_bytes(strategy, ranks, family, sent) for ranks, family in families)
+        transient=sum(transient_bytes(strategy, ranks, family, compression) for ranks, family in families)
         + host_copies.windows,
         host=host,
         volume=volumes[0] + exchanged[0] + of_experts,
@@ -159,8 +163,8 @@ def _moves(
     families: Sequence[tuple[GroupSizes, Model]],
     model: Model,
     rates: Rates,
-    sent: Compression,
-    copied: Copies,
+    compression: Compression,
+    host_copies: Copies,
 ) -> tuple[list[Volume], list[Move]]:
     """Return the bytes that a rank receives in a step, by family, and the moves. Excludes Muon's exchange."""
     sharded, moves = strategy.p != Placement.N, []
@@ -168,19 +172,20 @@ def _moves(
     phases_by_family = zip(*(strategy.phases(ranks, family.states) for ranks, family in families), strict=True)
     for phases, by_layer in zip(phases_by_family, (sharded, False, False, False, sharded), strict=True):
         within = between = 0.0
-        units, hops = 0, rates.of(phases[0].kind)
+        units, hops = 0, rates.for_direction(phases[0].kind)
         for index, (phase, (_, family)) in enumerate(zip(phases, families, strict=True)):
-            volume = sent.volume(phase, model.gradient_bytes, family.updated_bytes)
+            volume = compression.volume(phase, model.gradient_bytes, family.updated_bytes)
             messages = family.fetches if by_layer else family.buckets
             volumes[index] += volume * model.times(phase)
             within += hops.intra.seconds(volume.intra, messages)
             between += hops.inter.seconds(volume.inter, messages)
+            # Families share the links, so their messages are counted together.
             units += messages
         moves.append(Move(within, between, units=min(units, model.layers)))
-    moves[0] = replace(moves[0], up=copied.use / rates.host)
+    moves[0] = replace(moves[0], up=host_copies.use / rates.host)
     # A copy inside the step must end before any layer of the next forward starts: it is one unit.
-    units = 1 if copied.in_step else moves[-1].units
-    moves[-1] = replace(moves[-1], units=units, up=copied.up / rates.host, down=copied.down / rates.host)
+    units = 1 if host_copies.in_step else moves[-1].units
+    moves[-1] = replace(moves[-1], units=units, up=host_copies.up / rates.host, down=host_copies.down / rates.host)
     return volumes, moves
 
 
@@ -192,7 +197,7 @@ def _exchange(exchanged: Sequence[Volume], layers: int, rates: Rates) -> Move:
     return Move(within, between, rounds)
 
 
-def _orthogonalizing(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> float:
+def _orthogonalize_seconds(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> float:
     """Return the seconds for which a rank orthogonalizes its shares of all families, in proportion to their bytes."""
     (_, model), *_ = families
     shares = [ranks.group_size if strategy.os == Placement.N else ranks.shards(strategy.os) for ranks, _ in families]

@@ -23,7 +23,7 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
-from deepspeed_ext.config.check import decided, possible_strategies
+from deepspeed_ext.config.check import possible_strategies, with_strategy
 from deepspeed_ext.config.implied import imply_stage
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
@@ -36,20 +36,26 @@ from deepspeed_ext.config.keys import (
     SECTION,
     STRATEGY,
 )
-from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, reduced, same_everywhere
+from deepspeed_ext.planner.engine_model import (
+    configured_compression,
+    describe_engine,
+    max_over_ranks,
+    measure_rates,
+    reduce_integers,
+)
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
-from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenate
 from deepspeed_ext.version import __version__
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
 
 
-def decide_for(engine: Engine, model: nn.Module) -> None:
+def choose_strategy(engine: Engine, model: nn.Module) -> None:
     """Set an engine's configuration to the fastest strategy for this model. Collective over all ranks.
 
     Args:
@@ -63,9 +69,10 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
     if engine.mpu is not None:
         groups.mpu = engine.mpu  # the engine sets this later, but the process groups are needed now
     topology = get_topology(groups._get_sequence_data_parallel_group(), config.zero_config.paro_group_size)
-    strategies = _allowed(engine, model)
-    description = same_everywhere(describe_engine(engine, model))
-    flops = _flops(config, model)
+    strategies = _allowed_strategies(engine, model)
+    description = max_over_ranks(describe_engine(engine, model))
+    flops = _max_micro_step_flops(config, model)
+    # Without measured rates, which differ from run to run: a resumed run must find its decision.
     inputs = _inputs(config, topology, description, strategies) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
     # Rank 0 alone reads the file, and all ranks must use its answer: different strategies would hang.
@@ -78,53 +85,53 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
         dtype, _ = engine.get_data_types()
         description, compute = _with_compute(description, config, flops, dtype)
         if description.all_matrices:
-            description = replace(description, orthogonalizing=_orthogonalizing(config, model))
-        new_plan = _measured_plan(config, topology, description, strategies, _budget(config, model))
+            description = replace(description, orthogonalizing=_orthogonalize_seconds(config, model))
+        new_plan = _measured_plan(config, topology, description, strategies, _memory_budget(config, model))
         name = broadcast_text(new_plan.choice.strategy if new_plan.choice else "", 0)
     if not name:
         assert new_plan is not None
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {FASTEST}: {new_plan.reason} Raise {MEMORY}, or let it choose from more than "
-            f"{', '.join(row.name for row in strategies)}."
+            f"{SECTION}.{STRATEGY} {FASTEST}: {new_plan.reason} Raise {MEMORY}, or allow more strategies than "
+            f"{', '.join(map(str, strategies))}."
         )
-    engine._config = decided(config, STRATEGIES[name])
+    engine._config = with_strategy(config, STRATEGIES[name])
     # Frameworks read the stage from the raw section.
     imply_stage(config._param_dict[SECTION], STRATEGIES[name].stage)
     if new_plan is not None and dist.get_rank() == 0:
-        say(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')
+        warn(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')
         file.keep(name, inputs, new_plan.as_dict())
 
 
-def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
+def _allowed_strategies(engine: Engine, model: nn.Module) -> list[Strategy]:
     """Return the strategies that the configuration, the engine and the model allow."""
     possible = possible_strategies(engine._config)
     reasons = []
     if any(is_partitioned(parameter) for parameter in model.parameters()):
         reasons.append("the model was built under zero.Init, which shards parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
-        reasons.append("there is no optimizer, whose states are all that the others shard")
-    if native_mixtures(model):  # p = I saves no memory for an expert that a single rank of the group has
+        reasons.append("there is no optimizer, and the other strategies shard only its states")
+    if deepspeed_moe_layers(model):  # p = I saves no memory for an expert that a single rank of the group has
         replicated = [row for row in possible if row.p == Placement.N]
         if reasons or not replicated:
             raise ValueError(
-                f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, of which "
-                f"with DeepSpeed's MoE layers it takes those with p = N, that is without stage 3"
+                f"{SECTION} allows {STRATEGY} {FASTEST} only {', '.join(map(str, possible))}; "
+                f"with DeepSpeed's MoE layers it can use only strategies with p = N, that is without stage 3"
                 f"{', but ' if reasons else ''}{' and '.join(reasons)}."
             )
         return replicated
     sharded = [row for row in possible if row.p != Placement.N]
     if reasons and not sharded:
         raise ValueError(
-            f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, where parameters "
-            f"are not sharded, but {' and '.join(reasons)}. Set stage 3."
+            f"{SECTION} allows {STRATEGY} {FASTEST} only {', '.join(map(str, possible))}, which do "
+            f"not shard parameters, but {' and '.join(reasons)}. Set stage 3."
         )
     return sharded if reasons else possible
 
 
-def _flops(config: Config, model: nn.Module) -> float:
+def _max_micro_step_flops(config: Config, model: nn.Module) -> float:
     """Return the largest number of FLOPs of a micro-step on any rank."""
     samples = micro_step_flops(model, config.train_micro_batch_size_per_gpu)
-    (most,) = reduced([samples / groups._get_sequence_parallel_world_size()], dist.ReduceOp.MAX)
+    (most,) = reduce_integers([samples / groups._get_sequence_parallel_world_size()], dist.ReduceOp.MAX)
     return most
 
 
@@ -135,28 +142,28 @@ def _with_compute(model: Model, config: Config, flops: float, dtype: torch.dtype
     """
     seconds = config.zero_config.paro_micro_step_seconds
     if seconds is not None:
-        return replace(model, compute=seconds), f"compute of a micro-step: {seconds:.3g} s, as {MICRO_STEP} says"
-    rate = probe.flops(dtype)
+        return replace(model, compute=seconds), f"compute of a micro-step: {seconds:.3g} s, from {MICRO_STEP}"
+    rate = probe.measure_flops(dtype)
     source = f"compute of a micro-step: {flops / rate:.3g} s, estimated from {flops:.3g} FLOPs at {rate:.3g} a second"
-    return replace(model, compute=flops / rate), f"{source} (set {MICRO_STEP} if you know better)"
+    return replace(model, compute=flops / rate), f"{source} (set {MICRO_STEP} if you have measured it)"
 
 
-def _orthogonalizing(config: Config, model: nn.Module) -> float:
+def _orthogonalize_seconds(config: Config, model: nn.Module) -> float:
     """Estimate in the same way the seconds in which one rank would orthogonalize all of Muon's matrices."""
     # Imported only with Muon, since the import compiles kernels.
     from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
     method = (config.optimizer_params or {}).get("ns_method", "gram")
-    return orthogonalizing_flops(model, method) / probe.flops(ns_compute_dtype(method))
+    return orthogonalizing_flops(model, method) / probe.measure_flops(ns_compute_dtype(method))
 
 
 def _measured_plan(config: Config, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
-    rates = measured_rates(config, topology, model)
+    rates = measure_rates(config, topology, model)
     names = {row.name for row in allowed}
-    return plan(topology.sizes, model, rates, budget, [compression_of(config)], lambda row: row.name in names)
+    return plan(topology.sizes, model, rates, budget, [configured_compression(config)], lambda row: row.name in names)
 
 
-def _budget(config: Config, model: nn.Module) -> float:
+def _memory_budget(config: Config, model: nn.Module) -> float:
     """Return the bytes for model states on the rank with the least memory."""
     memory_gb = config.zero_config.paro_memory_gb
     if memory_gb is not None:
@@ -168,11 +175,11 @@ def _budget(config: Config, model: nn.Module) -> float:
     # Parameters that are on the device already count as free memory, because they are model states.
     tensors = [getattr(p, "ds_tensor", p) for p in model.parameters()]
     free += sum(p.nbytes for p in tensors if p.device.type == kind)
-    (least,) = reduced([STATES_SHARE * free], dist.ReduceOp.MIN)
+    (least,) = reduce_integers([STATES_SHARE * free], dist.ReduceOp.MIN)
     return least
 
 
-def _named(experts: Experts) -> dict[str, Any]:
+def _experts_input(experts: Experts) -> dict[str, Any]:
     """Return the fields of experts as inputs; older decisions do not have ``matrices``."""
     return {key: value for key, value in asdict(experts).items() if key != "matrices" or value}
 
@@ -190,8 +197,8 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         "regathered": model.regathered,
         "strategies": [row.name for row in allowed],
         MEMORY: zero.paro_memory_gb,
-        LOCO: zero.zeropp_loco_param and zero.zeropp_loco_param.as_dict(given=True),
-        QUANTIZED_UPDATES: zero.paro_quantized_updates and zero.paro_quantized_updates.as_dict(given=True),
+        LOCO: zero.zeropp_loco_param and zero.zeropp_loco_param.as_dict(only_set=True),
+        QUANTIZED_UPDATES: zero.paro_quantized_updates and zero.paro_quantized_updates.as_dict(only_set=True),
         "reduce_scatter": zero.reduce_scatter,
         "reduce_bucket_size": model.bucket,
         "overlap_comm": model.overlap,
@@ -199,7 +206,7 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         MICRO_STEP: zero.paro_micro_step_seconds,
         **({"matrices": model.matrices} if model.matrices else {}),  # older decisions do not have this key
         **({CACHE_BYTES: zero.paro_parameter_cache_bytes} if zero.paro_parameter_cache_bytes else {}),
-        **({"experts": [_named(family) for family in model.experts]} if model.experts else {}),
+        **({"experts": [_experts_input(family) for family in model.experts]} if model.experts else {}),
     }
 
 
@@ -208,7 +215,7 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
 _KEYS = ("strategy", "date", "version", "inputs", "plan")
 
 
-def say(message: str) -> None:
+def warn(message: str) -> None:
     """Log at level WARNING, which DeepSpeed shows by default, because the user did not choose the strategy."""
     log_dist(f"deepspeed_ext: {message}", ranks=[0], level=logging.WARNING)
 
@@ -223,13 +230,15 @@ class Decisions:
         """Return the strategy that was chosen for the same inputs; None without such a decision."""
         entries = self._read()
         for entry in entries:
+            # A strategy that the configuration refuses is ignored: the file may have been edited.
             # Compare after a round trip through JSON, which turns tuples into lists.
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
                 name = str(entry["strategy"])
-                say(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {name}, as decided on {entry["date"]} ({self.path})')
+                hyphenated_name, date = hyphenate(name), entry["date"]
+                warn(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {hyphenated_name}, as decided on {date} ({self.path})')
                 return name
         if entries:
-            say(f"{self.path} has no decision for this run: deciding anew")
+            warn(f"{self.path} has no decision for this run: choosing again")
         return None
 
     def keep(self, strategy: str, inputs: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -244,11 +253,12 @@ class Decisions:
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Decisions for other inputs, such as another number of ranks, are retained.
             text = json.dumps({"decisions": [entry, *self._read(quietly=True)]}, indent=2, allow_nan=False)
             temporary.write_text(text + "\n")
             temporary.replace(self.path)  # atomic, so that other runs never read a partial file
         except (OSError, ValueError, TypeError) as error:
-            say(f"the decision is not kept, {self.path} cannot be written ({error}). Set {SECTION}.{DECISION}")
+            warn(f"the decision could not be written to {self.path} ({error}). Set {SECTION}.{DECISION}")
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
@@ -262,5 +272,5 @@ class Decisions:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not quietly:
-                say(f"{self.path} cannot be read ({type(error).__name__}: {error}): deciding anew")
+                warn(f"{self.path} cannot be read ({type(error).__name__}: {error}): choosing again")
             return []

@@ -66,7 +66,7 @@ class Copies:
         return Copies(use, up, down, cached, windows, bool(in_step))
 
     @classmethod
-    def of(
+    def for_strategy(
         cls,
         host: HostParameters | None,
         strategy: Strategy,
@@ -91,6 +91,7 @@ class Copies:
         if host is None or strategy.p == Placement.N:
             return cls()
         shard, updated_shard = states.parameters / sizes.shards(strategy.p), states.updated / sizes.shards(strategy.os)
+        # DeepSpeed itself copies the updated shard to the host, within the step.
         if strategy.p == strategy.os or sizes.groups == 1:
             return cls(use=shard, down=0.0 if offloaded_optimizer else updated_shard, in_step=True)
         updated, cached = states.updated / sizes.shards(strategy.p), min(host.cache, shard)
@@ -260,21 +261,21 @@ class Model:
         """Return which communication overlaps with compute."""
         sharded = strategy.p != Placement.N
         gradients = sharded or self.streams if self.overlap is None else self.overlap
-        copies = self.streams and (self.host is None or self.host.pinned)
-        return Overlap(gradients, updates=sharded or self.overlap_updates, within=self.streams, copies=copies)
+        count_copies = self.streams and (self.host is None or self.host.pinned)
+        return Overlap(gradients, updates=sharded or self.overlap_updates, within=self.streams, copies=count_copies)
 
 
-def copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], sent: Compression) -> Copies:
+def count_copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], compression: Compression) -> Copies:
     """Return the copies between host and device of all families; only the first family has the cache."""
     total = Copies()
     for number, (ranks, family) in enumerate(families):
         host = family.host if family.host is None or not number else replace(family.host, cache=0.0)
-        total += Copies.of(
+        total += Copies.for_strategy(
             host,
             strategy,
             ranks,
             family.states,
-            few_bits=sent.updates is not None,
+            few_bits=compression.updates is not None,
             offloaded_optimizer=not (family.held or family.states).optimizer,
             window=family.bucket * family.updated_bytes,
         )
@@ -297,7 +298,7 @@ def _total(parts: Sequence[StateBytes]) -> StateBytes:
     return StateBytes(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
-def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compression) -> float:
+def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, compression: Compression) -> float:
     """Return the other bytes that a step holds for a family; see ``Prediction.transient``."""
     trainable, states = model.trainable, model.held or model.states
     total = 0.0
@@ -306,4 +307,4 @@ def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, sent: C
         total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
-    return total + sent.kept_bytes(strategy, sizes, trainable)
+    return total + compression.error_bytes_in_step(strategy, sizes, trainable)

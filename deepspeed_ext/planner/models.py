@@ -20,7 +20,7 @@ from deepspeed_ext.planner.memory import BUCKET, Experts, Model
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
 
-TOKENS = 2048  # maximum tokens of a sample: most models have longer contexts than they are trained on
+MAX_TOKENS = 2048  # maximum tokens of a sample: most models have longer contexts than they are trained on
 
 
 def describe(
@@ -121,7 +121,7 @@ def _language_model(model: nn.Module) -> Any:
 
 def _tokens(config: Any) -> int:
     lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-    return min(next((length for length in lengths if isinstance(length, int)), 1), TOKENS)
+    return min(next((length for length in lengths if isinstance(length, int)), 1), MAX_TOKENS)
 
 
 def _experts_used(config: Any) -> float:
@@ -132,9 +132,9 @@ def _experts_used(config: Any) -> float:
     return used / total if total and isinstance(used, int) else 1.0
 
 
-def _layers_with(model: nn.Module, some: list[nn.Parameter]) -> Iterator[nn.Module]:
+def _layers_with(model: nn.Module, owned_params: list[nn.Parameter]) -> Iterator[nn.Module]:
     """Return the modules that directly own one of these parameters."""
-    param_ids = set(map(id, some))
+    param_ids = set(map(id, owned_params))
     return (module for module in model.modules() if any(id(p) in param_ids for p in module.parameters(recurse=False)))
 
 

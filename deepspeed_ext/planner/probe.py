@@ -27,11 +27,13 @@ from deepspeed_ext.progress import track_progress
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives
-LONG = 0.25  # seconds; after a message that takes longer, no larger message is sent
+LAST_SIZE_SECONDS = 0.25  # seconds; after a message that takes longer, no larger message is sent
 REPEATS = 3
-IN_A_ROW = 10  # runs in one sample: training also queues hops without waiting for each
-ENOUGH = 0.02  # seconds; if a run takes longer, launch and wait overheads are negligible, so one run is enough
-FREE = Rate(0.0, float("inf"))  # the rate of a hop over one rank
+RUNS_PER_SAMPLE = 10  # runs in one sample: training also queues hops without waiting for each
+SINGLE_RUN_SECONDS = (
+    0.02  # seconds; if a run takes longer, launch and wait overheads are negligible, so one run is enough
+)
+NO_COST = Rate(0.0, float("inf"))  # the rate of a hop over one rank
 MEMORY_BYTES = 64 * MIB  # size of the buffer that is read and written
 MATRIX = 512  # rows and columns of the multiplied matrices
 DEVICE_MATRIX = 4096  # on a device, where smaller products would take less time than their launch
@@ -54,14 +56,14 @@ def measure(
     groups = {"intra": topology.intra, "inter": topology.inter}
     gathers = [GatherHop(group, level) for level, group in groups.items()]
     reductions = [make_reduce(group, level, reduce_scatter) for level, group in groups.items()]
-    rates = [_rate(hop, dtype) for hop in track_progress([*gathers, *reductions], "measuring links", "hop")]
+    rates = [_hop_rate(hop, dtype) for hop in track_progress([*gathers, *reductions], "measuring links", "hop")]
     of_gathers, of_reductions = (
         dict(zip(groups, rates_by_level, strict=True)) for rates_by_level in (rates[:2], rates[2:])
     )
-    return Rates(HopRates(**of_gathers), HopRates(**of_reductions), _memory(), _host(pinned))
+    return Rates(HopRates(**of_gathers), HopRates(**of_reductions), _memory_rate(), _host_copy_rate(pinned))
 
 
-def flops(dtype: torch.dtype) -> float:
+def measure_flops(dtype: torch.dtype) -> float:
     """Measure the FLOPs per second of a matrix product on the slowest rank. Collective over all ranks."""
     device = get_accelerator()
     size = MATRIX if device.is_synchronized_device() else DEVICE_MATRIX
@@ -71,31 +73,34 @@ def flops(dtype: torch.dtype) -> float:
     return 2 * size**3 / _seconds(run)
 
 
-def samples(hop: Hop, dtype: torch.dtype) -> list[tuple[float, float]]:
+def sample_hop(hop: Hop, dtype: torch.dtype) -> list[tuple[float, float]]:
     """Measure one hop with messages of growing size until one takes long enough. Collective over all ranks.
 
     Returns:
         (bytes that a rank receives, seconds), the same on all ranks; empty for a hop over one rank.
     """
-    return [] if hop.size == 1 else sampled(hop.size, dtype, lambda share: _runner(hop, share, dtype))
+    return [] if hop.size == 1 else sample_collective(hop.size, dtype, lambda share: _runner(hop, share, dtype))
 
 
-def sampled(ranks: int, dtype: torch.dtype, runner: Callable[[int], Callable[[], Any]]) -> list[tuple[float, float]]:
-    """Measure like ``samples``; ``runner(share)`` returns a call that receives ``share`` elements from each rank."""
+def sample_collective(
+    ranks: int, dtype: torch.dtype, runner: Callable[[int], Callable[[], Any]]
+) -> list[tuple[float, float]]:
+    """Measure like ``sample_hop``. ``runner(share)`` returns a call that receives ``share`` elements of each rank."""
     times: list[tuple[float, float]] = []
     for size in SIZES:
+        # At least one element: an empty message would have no rate.
         share = max(1, round(size / (ranks - 1) / dtype.itemsize))
         run = runner(share)
         run()  # opens connections
         seconds = _seconds(run)
         times.append((float(share * (ranks - 1) * dtype.itemsize), seconds))
-        if seconds > LONG and len(times) > 2:  # equal on all ranks, so all stop after the same size
+        if seconds > LAST_SIZE_SECONDS and len(times) > 2:  # equal on all ranks, so all stop after the same size
             break
     return times
 
 
-def _rate(hop: Hop, dtype: torch.dtype) -> Rate:
-    return fit(samples(hop, dtype)) if hop.size > 1 else FREE
+def _hop_rate(hop: Hop, dtype: torch.dtype) -> Rate:
+    return fit(sample_hop(hop, dtype)) if hop.size > 1 else NO_COST
 
 
 def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -105,20 +110,22 @@ def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
         shard = torch.zeros(share, dtype=dtype, device=device)
         return lambda: ActiveTransfer(hop.all_gather(shard)).finish()
     assert isinstance(hop, ReduceHop)
+    # Allocated here, because allocation is not part of a hop's time.
     flat = torch.zeros(share * hop.size, dtype=dtype, device=device)
     return lambda: ActiveTransfer(hop.reduce_scatter(flat, [share] * hop.size)).finish()
 
 
 def _seconds(run: Callable[[], Any]) -> float:
     """Return the seconds of one run, or the mean of several in a row; the same on all ranks."""
-    # ``_slowest`` lets all ranks take the same branch. Otherwise they would hang: ``_timed`` is collective.
-    once = _slowest([_timed(run)])
-    if once > ENOUGH:
-        return _slowest([once, *(_timed(run) for _ in range(REPEATS - 1))])
-    return _slowest([_timed(run, IN_A_ROW) for _ in range(REPEATS)])
+    # ``_median_of_slowest`` is the same on all ranks, so all take the same branch. Otherwise they would hang:
+    # ``_time_runs`` is collective.
+    once = _median_of_slowest([_time_runs(run)])
+    if once > SINGLE_RUN_SECONDS:
+        return _median_of_slowest([once, *(_time_runs(run) for _ in range(REPEATS - 1))])
+    return _median_of_slowest([_time_runs(run, RUNS_PER_SAMPLE) for _ in range(REPEATS)])
 
 
-def _timed(run: Callable[[], Any], times: int = 1) -> float:
+def _time_runs(run: Callable[[], Any], times: int = 1) -> float:
     dist.barrier()  # a rate is for a hop that all ranks run at once
     begin = time.perf_counter()
     for _ in range(times):
@@ -127,12 +134,12 @@ def _timed(run: Callable[[], Any], times: int = 1) -> float:
     return (time.perf_counter() - begin) / times
 
 
-def _slowest(seconds: list[float]) -> float:
+def _median_of_slowest(seconds: list[float]) -> float:
     """Return the median over runs of the slowest rank's seconds; the same on all ranks."""
     return statistics.median(all_reduce_max(torch.tensor(seconds, dtype=torch.float32)).tolist())
 
 
-def _host(pinned: bool | None) -> float:
+def _host_copy_rate(pinned: bool | None) -> float:
     """Return the bytes per second that a rank copies to its device while all other ranks do the same."""
     device = get_accelerator()
     if pinned is None or device.is_synchronized_device():
@@ -142,15 +149,16 @@ def _host(pinned: bool | None) -> float:
     target = torch.empty_like(source, device=device.current_device_name())
     run = lambda: target.copy_(source, non_blocking=pinned)  # noqa: E731
     run()
-    return source.nbytes / _slowest([_seconds(run)])
+    return source.nbytes / _median_of_slowest([_seconds(run)])
 
 
-def _memory() -> float:
+def _memory_rate() -> float:
     """Return the bytes per second that a rank reads and writes in its memory while all other ranks do the same."""
     device, nbytes = get_accelerator(), MEMORY_BYTES
     if not device.is_synchronized_device():
+        # More than the caches hold, but a small part of the free memory, since the model is built already.
         nbytes = max(nbytes, min(DEVICE_MEMORY_BYTES, device.available_memory() // 8))
     buffer = torch.ones(nbytes // 4, device=device.current_device_name())
     run = lambda: buffer.mul_(1.0)  # noqa: E731
     run()
-    return 1 / _slowest([_seconds(run) / (2 * nbytes)])  # ranks may have buffers of different sizes
+    return 1 / _median_of_slowest([_seconds(run) / (2 * nbytes)])  # ranks may have buffers of different sizes

@@ -109,7 +109,7 @@ class Latencies(NamedTuple):
     inter: float = 0.0
 
     @classmethod
-    def of(
+    def for_groups(
         cls, sizes: GroupSizes, ranks_per_node: int, step: float = NETWORK_STEP, backend: str = "nccl"
     ) -> "Latencies":
         """Return the latencies of groups of consecutive ranks; see ``hop_latency``."""
@@ -120,7 +120,7 @@ class Latencies(NamedTuple):
         )
 
 
-NONE = Latencies()
+NO_LATENCY = Latencies()
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Rates:
         ranks_per_node: int,
         intra_gbps: float,
         inter_gbps: float,
-        latency: Latencies = NONE,
+        latency: Latencies = NO_LATENCY,
         memory: float = float("inf"),
         host: float = float("inf"),
     ) -> "Rates":
@@ -175,15 +175,17 @@ class Rates:
                 raise ValueError(f"{name} must be above 0, got {value!r}.")
         rank_bandwidth, node_bandwidth = intra_gbps * GIGA / BITS, inter_gbps * GIGA / BITS
         m, one_node = sizes.group_size, sizes.ranks <= ranks_per_node
+        # If m divides the ranks of a node, no group spans two nodes.
         within_node = one_node or (m <= ranks_per_node and not ranks_per_node % m)
-        flows, rings = min(m, ranks_per_node), _rings(sizes, ranks_per_node)
+        # Hops between groups: one flow for each rank of a node, but at most one for each rank of a group.
+        flows, rings = min(m, ranks_per_node), _max_rings(sizes, ranks_per_node)
         hops = HopRates(
             intra=Rate(latency.intra, rank_bandwidth if within_node else min(rank_bandwidth, node_bandwidth / rings)),
             inter=Rate(latency.inter, rank_bandwidth if one_node else min(rank_bandwidth, node_bandwidth / flows)),
         )
         return cls(hops, hops, memory, host)
 
-    def of(self, kind: Direction) -> HopRates:
+    def for_direction(self, kind: Direction) -> HopRates:
         """Return the rates of redistributions in one direction."""
         return self.gather if kind == Direction.GATHER else self.reduce
 
@@ -195,10 +197,11 @@ class Rates:
         return {**hops, "memory": _finite(self.memory), "host": _finite(self.host)}
 
 
-def _rings(sizes: GroupSizes, ranks_per_node: int) -> int:
+def _max_rings(sizes: GroupSizes, ranks_per_node: int) -> int:
     """Return the largest number of groups on one node that span several nodes; at least 1."""
     m, most = sizes.group_size, 1
     for first in range(0, sizes.ranks, ranks_per_node):
+        # A border inside a group means that the group spans this node and a neighbor.
         borders = (first, min(first + ranks_per_node, sizes.ranks))
         most = max(most, len({border // m for border in borders if border % m}))
     return most

@@ -31,13 +31,13 @@ def import_callable(text: str) -> Callable[..., Any]:
         raise ValueError(f"{text!r} cannot be imported: {error}.") from error
 
     @functools.wraps(function)
-    def given(*args: Any, **kwargs: Any) -> Any:
+    def call_function(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except ValueError as error:
             raise RuntimeError(f"{text} has failed.") from error
 
-    return given
+    return call_function
 
 
 def number(kind: Callable[[str], float], zero: bool = False) -> Callable[[str], float]:

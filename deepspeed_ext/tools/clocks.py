@@ -35,7 +35,7 @@ class Clock(ABC):
         """Return the current moment of this thread or of the current stream."""
 
     @abstractmethod
-    def trains(self) -> bool:
+    def on_training_lane(self) -> bool:
         """Whether this is the training thread, or the current stream is the training stream."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class HostClock(Clock):
     def mark(self) -> float:
         return time.perf_counter()
 
-    def trains(self) -> bool:
+    def on_training_lane(self) -> bool:
         return threading.get_ident() == self._thread
 
     def settle(self) -> None:
@@ -81,7 +81,7 @@ class DeviceClock(Clock):
         event.record()
         return event
 
-    def trains(self) -> bool:
+    def on_training_lane(self) -> bool:
         return bool(get_accelerator().current_stream() == self._stream)
 
     def settle(self) -> None:

@@ -29,7 +29,7 @@ def fill_template(template: str, title: str, style: str, script: str, data: Mapp
         f"base-uri 'none'; form-action 'none'"
     )
     head = Template(read_asset("head.html")).substitute(policy=policy, title=title, style=style)
-    return Template(template).substitute(head=head, script=script, data=_embedded(data), **texts)
+    return Template(template).substitute(head=head, script=script, data=_embed_json(data), **texts)
 
 
 def read_asset(name: str) -> str:
@@ -41,16 +41,16 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _embedded(data: Mapping[str, Any]) -> str:
+def _embed_json(data: Mapping[str, Any]) -> str:
     """Return the data as JSON without characters that an HTML parser could read as a tag or a comment."""
-    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_without_infinity(data), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _finite(value: Any) -> Any:
+def _without_infinity(value: Any) -> Any:
     """Return the value with None for numbers that JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _without_infinity(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_without_infinity(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

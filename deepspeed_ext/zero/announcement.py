@@ -14,7 +14,7 @@ from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRA
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import states_on_device
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, hyphenate
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.families import DENSE, Topologies, experts_of, family_of
 
@@ -45,7 +45,7 @@ def log_strategy(
         defaults += f"; {SECTION}.{OVERLAP_UPDATES} has no effect: with p = os no parameters are sent after a step"
     hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # pipelines only
     log_dist(
-        f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
+        f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
         f"over {n} data-parallel ranks in {k} group(s) of {m}{_equivalent_stage(strategy, topology.sizes, compressed)}"
         f"{''.join(_experts_text(name, topologies[name].sizes) for name in experts_of(topologies))}{hint}"
@@ -64,9 +64,9 @@ def _equivalent_stage(strategy: Strategy, sizes: GroupSizes, compressed: bool) -
     groups = "one group" if m == n else "groups of one rank"
     size = f"({SECTION}.{GROUP_SIZE} is {m})"
     name = strategy.name.replace(Placement.I.name, (Placement.G if m == n else Placement.N).name)
-    plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, name)
+    plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, hyphenate(name))
     uncompressed = ", and there are no messages between groups to compress" if compressed and m == n else ""
-    equivalent = f", so {strategy.name} is {plain} here" if plain != strategy.name else ""
+    equivalent = f", so {strategy} is {plain} here" if plain != str(strategy) else ""
     return f": {groups}{equivalent}{uncompressed} {size}"
 
 
@@ -101,12 +101,12 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     needed = total(strategy)
     if needed <= available:
         return
-    fits = [row.name for row in STRATEGIES.values() if total(row) <= available]
+    fits = [str(row) for row in STRATEGIES.values() if total(row) <= available]
     p, g, os = (
         sum(getattr(states, part) for _, states in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
     )
     log_dist(
-        f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "
+        f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy} needs {needed / 1e9:.3g} GB of model states on each "
         f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB, and "
         f"optimizer states {os:.3g} GB, over {topology.sizes.ranks} ranks in groups of "
         f"{topology.sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology, get_topology
-from deepspeed_ext.config.keys import SECTION, STRATEGY, as_given
+from deepspeed_ext.config.keys import SECTION, STRATEGY, configured_value
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
@@ -140,8 +140,7 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
         call = configure(engine, optimizer)
     if not isinstance(call, _Call):
         raise RuntimeError(
-            f"expected the engine to create its optimizer for {strategy.name} by DeepSpeed's class name, got "
-            f"{type(call)}"
+            f"expected the engine to create its optimizer for {strategy} by DeepSpeed's class name, got {type(call)}"
         )
     return call
 
@@ -158,7 +157,7 @@ def _reject_patched_methods(strategy: Strategy) -> None:
     """
     if methods := bypassed_methods(Stage12Optimizer if strategy.p == Placement.N else Stage3Optimizer):
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {strategy.name} overrides {methods[0]}, which other code has patched: its patch "
+            f"{SECTION}.{STRATEGY} {strategy} overrides {methods[0]}, which other code has patched: its patch "
             f"would have no effect. Turn off that patch (in axolotl: lora_fp32_gradients), or remove "
             f"{SECTION}.{STRATEGY}."
         )
@@ -305,7 +304,7 @@ def use_overlap_defaults(config: Config, strategy: Strategy) -> list[str]:
     zero = config.zero_config
     # DeepSpeed rejects overlap_comm at stage 1 if the caller manages accumulation.
     overlap_allowed = strategy.stage > 1 or config.managed_gradient_accumulation
-    if not zero.overlap_comm and as_given(config._param_dict, "overlap_comm") is None and overlap_allowed:
+    if not zero.overlap_comm and configured_value(config._param_dict, "overlap_comm") is None and overlap_allowed:
         zero.overlap_comm = True
         changed_defaults.append(f"{SECTION}.overlap_comm true")
     return changed_defaults

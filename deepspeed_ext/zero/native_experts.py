@@ -24,7 +24,7 @@ from typing import Any
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
-from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.overrides import replace_attributes
 
@@ -34,7 +34,7 @@ EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
 @contextmanager
 def allow_sharding(engine: Engine) -> Iterator[None]:
     """Mark experts of ``MoE`` layers as shardable while the engine creates its optimizer of stage 3."""
-    layers = native_mixtures(engine.module)
+    layers = deepspeed_moe_layers(engine.module)
     if not layers:
         yield
         return

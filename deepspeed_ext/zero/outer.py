@@ -41,7 +41,7 @@ from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer, Update
 from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
-from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
+from deepspeed_ext.config.settings import MAX_TRANSFER_NUMEL, OuterSettings
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.shards import FlatShard
 
@@ -199,8 +199,8 @@ class OuterOptimizer(OuterHooks):
             for number, numel in enumerate(numels):
                 common = Span(before, numel).common(elements)
                 before += numel
-                for start in range(common.start, common.stop, MOST_AT_ONCE):
-                    span = Span(start, min(MOST_AT_ONCE, common.stop - start)).shifted(numel - before)
+                for start in range(common.start, common.stop, MAX_TRANSFER_NUMEL):
+                    span = Span(start, min(MAX_TRANSFER_NUMEL, common.stop - start)).shifted(numel - before)
                     yield self._make_fragment(number, span, offset)
 
     def _make_fragment(self, number: int, span: Span, offset: int) -> Fragment:

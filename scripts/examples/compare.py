@@ -25,8 +25,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from deepspeed_ext.strategy import GroupSizes, ModelStates, Strategy, Volume, parse_strategy
-from deepspeed_ext.tools.compare.verdict import BOUNDS, difference
+from deepspeed_ext.strategy import GroupSizes, ModelStates, Strategy, Volume, parse_strategy, plain_name
+from deepspeed_ext.tools.compare.verdict import BOUNDS, loss_difference
 from scripts import ROOT
 from scripts.emulation.launching import RunFailed, exit_on_signals, launch
 
@@ -109,7 +109,7 @@ def strategy_of(config: dict[str, Any]) -> Strategy:
 
 def label_of(config: dict[str, Any]) -> str:
     section = config["zero_optimization"]
-    return section["paro_strategy"] if "paro_strategy" in section else f"ZeRO-{section['stage']}"
+    return str(strategy_of(config)) if "paro_strategy" in section else f"ZeRO-{section['stage']}"
 
 
 def train(path: Path, group_size: int, log_path: Path, args: argparse.Namespace) -> TrainingRun:
@@ -161,7 +161,7 @@ def print_costs(runs: tuple[TrainingRun, TrainingRun]) -> None:
 
 def checks_of(a: TrainingRun, b: TrainingRun) -> list[Check]:
     """Return the checks: the same training; B's traffic between groups and its optimizer state match the formulas."""
-    loss = difference(a.losses, b.losses)
+    loss = loss_difference(a.losses, b.losses)
     deviation = abs(b.measured.inter / b.formula.inter - 1)
     retained = abs(b.report["optimizer_bytes"] / b.optimizer_formula - 1)
     share, due = b.measured.inter / a.measured.inter, b.formula.inter / a.formula.inter
@@ -248,7 +248,7 @@ def write_rows(path: Path, runs: tuple[TrainingRun, TrainingRun], checks: list[C
     rows = {
         "runs": [
             {
-                "label": run.label,
+                "label": plain_name(run.label),
                 "strategy": run.strategy.name,
                 "wall_seconds": run.wall_seconds,
                 "formula": {"intra_bytes": run.formula.intra, "inter_bytes": run.formula.inter},

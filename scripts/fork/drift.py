@@ -179,7 +179,7 @@ def report(label: str, root: Path, ours: Path, used: Sequence[dict[str, Any]], s
 
 def _row(row: Patch) -> dict[str, Any]:
     location = row.replace.__module__ if row.replace else "deepspeed_ext.integration.patches"
-    return {"target": row.target, "why": row.why, "places": [location], "was": row.signature}
+    return {"target": row.target, "why": row.purpose, "places": [location], "was": row.signature}
 
 
 def _beside(root: Path, ours: Path, scratch: Path, *arguments: str) -> Any:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.strategy import plain_name
 from tests.harness import ranks
 
 WORLD = 4
@@ -130,7 +131,7 @@ def main(words: Sequence[str] | None = None, pool: Any = None) -> None:
     parser.add_argument("--save", default="", help="folder for checkpoints that another commit goes on from")
     parser.add_argument("--load", default="", help="folder with checkpoints of another commit")
     parser.add_argument("--only", nargs="*", default=(), help="names of sets of options")
-    parser.add_argument("--strategies", nargs="*", default=(), help="strategies")
+    parser.add_argument("--strategies", nargs="*", type=plain_name, default=(), help="strategies")
     arguments = parser.parse_args(words)
     with contextlib.ExitStack() as stack:
         if pool is None:

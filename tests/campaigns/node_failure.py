@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed_ext
+from deepspeed_ext.strategy import plain_name
 from scripts.emulation.cluster import NodeJob, Processes, require_emulation
 from scripts.emulation.launching import exit_on_signals, start_rank
 from scripts.emulation.network import PORT, Network, address
@@ -272,7 +273,9 @@ def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
-    parser.add_argument("--strategies", nargs=2, default=("IIG", "fastest"), help="with both nodes, and with one")
+    parser.add_argument(
+        "--strategies", nargs=2, type=plain_name, default=("IIG", "fastest"), help="with both nodes, and with one"
+    )
     parser.add_argument("--in-memory", action="store_true", help="save after each step, into memory of the nodes")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that a run may take")
     parser.add_argument("--log", type=Path, default=Path("node_failure.log"), help="what the ranks print")

@@ -16,9 +16,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.comm import observers
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
-from deepspeed_ext.tools.plan.recorded import FlatRates, Recorded
+from deepspeed_ext.strategy import hyphenate
+from deepspeed_ext.tools.plan.recorded_training import FlatRates, RecordedTraining
 from deepspeed_ext.tools.plan.what_if import WhatIf
-from deepspeed_ext.tools.report import flat
+from deepspeed_ext.tools.report import flat_collectives
 from tests.harness.training import Job, train
 
 LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)  # to measure them would take seconds
@@ -64,7 +65,8 @@ def links_given(links: Rates | None = LINKS) -> Any:
     installed = ExitStack()
     if links is not None:
         installed.enter_context(mock.patch.object(probe, "measure", lambda *_: links))
-        installed.enter_context(mock.patch.object(flat, "measure", lambda *_: FlatRates(*[Rate(0.0, 5e7)] * 3)))
+        plain = FlatRates(*[Rate(0.0, 5e7)] * 3)
+        installed.enter_context(mock.patch.object(flat_collectives, "measure", lambda *_: plain))
     return installed
 
 
@@ -97,7 +99,9 @@ _TICK = 2e-5  # seconds: what a device's clock may be wrong by
 def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     trained, plain = report["training"], name.startswith("ZeRO")
     expected = {"strategy": None if plain else name, "ranks": 4, "accumulation": 2}
-    if not trained["called"].startswith(name) or any(trained[key] != value for key, value in expected.items()):
+    if not trained["called"].startswith(hyphenate(name)) or any(
+        trained[key] != value for key, value in expected.items()
+    ):
         yield f"another training: {trained}"
     if [row["rank"] for row in report["ranks"]] != [0, 1, 2, 3]:
         yield f"other ranks: {report['ranks']}"
@@ -107,11 +111,11 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
         yield f"other phases: {kinds}"
     if not plain:
         yield from _other_amounts(report, name)
-    recorded = Recorded.of(report)
-    again = WhatIf(recorded, recorded.described.cluster, recorded.described.model).now
+    recorded = RecordedTraining.from_report(report)
+    again = WhatIf(recorded, recorded.planner_input.cluster, recorded.planner_input.model).now
     (now,) = (row for row in report["choices"] if row["now"])
     is_same = plain or math.isclose(again.prediction.busy["between"], now["between"])
-    if recorded.described.name != name or not is_same:
+    if recorded.planner_input.name != name or not is_same:
         yield f"another prediction from the report: {again}"
     # Where gloo carries what is on a device, the host waits, and the stream that trains only seems to compute.
     on_host = get_accelerator().is_synchronized_device()

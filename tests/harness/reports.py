@@ -5,12 +5,12 @@
 from dataclasses import replace
 from typing import Any
 
-from deepspeed_ext.planner.compression import AS_IT_IS
+from deepspeed_ext.planner.compression import UNCOMPRESSED
 from deepspeed_ext.planner.costs import PLAIN
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rate, Rates
-from deepspeed_ext.strategy import GroupSizes
-from deepspeed_ext.tools.plan.recorded import KEY, Cluster, Described, FlatRates
+from deepspeed_ext.strategy import GroupSizes, hyphenate
+from deepspeed_ext.tools.plan.recorded_training import KEY, Cluster, FlatRates, PlannerInput
 
 LETTERS = {"NIG": "p=N, g=I, os=G", "IIG": "p=I, g=I, os=G"}
 STEP = 0.5  # seconds
@@ -52,7 +52,7 @@ def _lanes(strategy: str, speed: float) -> list[dict[str, Any]]:
     return [{"lane": lane, "spans": spans} for lane, spans in lanes.items()]
 
 
-def planner_inputs(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> Described:
+def planner_input(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> PlannerInput:
     """Return the planner's inputs in a report, at 500 Mbit/s; reductions over all ranks send twice a ring's bytes."""
     letters = {stage: letters for letters, stage in PLAIN.items()}.get(name, name)
     sizes = GroupSizes(ranks, group_size)
@@ -63,13 +63,13 @@ def planner_inputs(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) 
         rates = replace(rates, gather=hops, reduce=hops)
     reduction = replace(ring, bandwidth=ring.bandwidth / 2)
     flat, cluster = FlatRates(ring, reduction, reduction), Cluster(sizes, group_size)
-    return Described(letters, letters != name, AS_IT_IS, cluster, "gloo", model, rates, flat)
+    return PlannerInput(letters, letters != name, UNCOMPRESSED, cluster, "gloo", model, rates, flat)
 
 
 def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> dict[str, Any]:
     """Return a report of a training with NIG or IIG."""
     groups, parameters = ranks // group_size, 8_400_000
-    called = f"{strategy} ({LETTERS[strategy]})"
+    called = f"{hyphenate(strategy)} ({LETTERS[strategy]})"
     parts = {"compute": (0.25, 0.98), "within": (0.08, 0.6), "between": (0.12, 0.85), "update": (0.03, 1.0)}
     parts["other"] = (0.02, 0.4)
     hop = {"busy": 0.2, "exposed": 0.1, "predicted_exposed": 0.08, "rate": 4e8, "probed_rate": 5e8}
@@ -86,7 +86,7 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
     unit = STEP / choices[strategy][0]
     findings = [
         "No strategy is predicted to be faster by more than 5%." if strategy == "NIG" else "NIG is faster: 0.43 s.",
-        "The step waits for 24% of its time for what crosses between groups.",
+        "The step waits for transfers between groups for 24% of its time.",
         "Rank 0 on node0 computes 1.1 times as long as the median rank, and the others wait for it.",
     ]
     return {
@@ -135,7 +135,7 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
             | {"bytes_between": nbytes, "gb": gb, "fits": name != "NIG + LoCo" or None, "now": name == strategy}
             for name, (step, within, between, nbytes, gb) in choices.items()
         ],
-        KEY: planner_inputs(strategy, ranks, group_size).as_dict(),
+        KEY: planner_input(strategy, ranks, group_size).as_dict(),
         "findings": findings,
         "paragraph": f"A step of {called} takes {STEP} s. {findings[0]}",
     }

@@ -36,6 +36,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from deepspeed_ext.strategy import plain_name
 from scripts.emulation.cluster import collect
 from scripts.emulation.launching import start_rank
 from tests.perf.lib import records
@@ -82,7 +83,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     for option, text in OPTIONS.items():
         kinds.add_argument(option, dest="name", action="store_const", const=option[2:].replace("-", "_"), help=text)
     parser.add_argument("--settings", nargs="+", metavar="NAME")
-    parser.add_argument("--methods", nargs="+", metavar="NAME")
+    parser.add_argument("--methods", nargs="+", type=plain_name, metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each method, at least")
     parser.add_argument("--steps", type=int, help="of a turn that are timed; undisturbed ones before a save")
     rate = lambda text: None if text == UNLIMITED else float(text)  # noqa: E731

@@ -46,6 +46,7 @@ from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.hop import QuantizedSums
 from deepspeed_ext.loco.updates import QuantizedDifferences
 from deepspeed_ext.model_bytes import muon_parameters
+from deepspeed_ext.strategy import plain_name
 from scripts.emulation.launching import add_options, exit_on_signals, launch_workers, start_rank
 from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
@@ -249,7 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, nargs="+", help="numbers of them, of the study's size")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run")
     for option in ("--optimizers", "--methods"):
-        parser.add_argument(option, nargs="+", metavar="NAME")
+        parser.add_argument(option, nargs="+", type=plain_name, metavar="NAME")
     parser.add_argument("--runs", type=Path, help="folder of the files of runs; runs that are there are not repeated")
     parser.add_argument("--csv", type=Path, help="append rows here")
     args = parser.parse_args()

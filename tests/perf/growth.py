@@ -29,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 from deepspeed_ext.comm import process_groups
-from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES, plain_name
 from tests.perf.lib import records
 from tests.perf.lib.fake_world import FakeWorld
 
@@ -136,7 +136,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="numbers of ranks")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="strategies, and stages 1, 2, 3")
+    parser.add_argument(
+        "--methods", nargs="+", type=plain_name, default=METHODS, help="strategies, and stages 1, 2, 3"
+    )
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken")
     parser.add_argument("--steps", type=int, default=STEPS, help="that an engine makes; 0: none")

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.tools.compare.launching import RunFailed
-from deepspeed_ext.tools.compare.verdict import BOUNDS, difference
+from deepspeed_ext.tools.compare.verdict import BOUNDS, loss_difference
 from scripts.emulation.launching import exit_on_signals, launch, start_rank
 from tests.perf.lib import records
 
@@ -215,7 +215,7 @@ def measure(args: argparse.Namespace) -> Found:
             reports = run_case(name, ranks)
             reports_by_case[ranks, name] += reports
             for report, plain in zip(reports, reports_by_case[ranks, PLAIN], strict=False):
-                if difference(report["losses"], plain["losses"][:1] * len(report["losses"])) > BOUNDS["float32"]:
+                if loss_difference(report["losses"], plain["losses"][:1] * len(report["losses"])) > BOUNDS["float32"]:
                     raise RunFailed(f"{name}, {ranks} rank(s): losses {report['losses']}, not {plain['losses'][0]}")
             milliseconds = statistics.median(reports[0]["seconds"][WARM_UP_STEPS:]) * 1e3
             print(f"round {number + 1}, {ranks} rank(s), {name}: {milliseconds:.1f} ms", file=sys.stderr)

@@ -66,7 +66,7 @@ def test_other_versions_of_deepspeed_are_refused(monkeypatch: pytest.MonkeyPatch
     assert SpecifierSet(DEEPSPEED_VERSIONS).contains(version) == known
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
     refused = None if known else f"its version is {version}, supported is {DEEPSPEED_VERSIONS}"
-    assert patcher.foreign() == refused
+    assert patcher.unsupported_reason() == refused
 
 
 @pytest.mark.quick

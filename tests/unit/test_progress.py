@@ -74,8 +74,8 @@ def links_case() -> tuple[str, str]:
 
     topology = get_topology(None, 1)
     with (
-        mock.patch.object(probe, "_rate", lambda hop, dtype: Rate(0.0, 1.0)),
-        mock.patch.object(probe, "_memory", lambda: 1.0),
+        mock.patch.object(probe, "_hop_rate", lambda hop, dtype: Rate(0.0, 1.0)),
+        mock.patch.object(probe, "_memory_rate", lambda: 1.0),
     ):
         return shown_by(lambda: probe.measure(topology))
 

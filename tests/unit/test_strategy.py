@@ -15,7 +15,9 @@ from deepspeed_ext.strategy import (
     ModelStates,
     Placement,
     Strategy,
+    hyphenate,
     parse_strategy,
+    plain_name,
     redistribution_volume,
 )
 
@@ -109,13 +111,26 @@ def test_the_thirteen_others_say_why() -> None:
     others = [name for name in others if name not in STRATEGIES]
     assert len(others) == 13
     for name in others:
-        with pytest.raises(ValueError, match=f"got '{name}'. {name} is not a strategy: .* os = {name[2]} is coarser"):
+        with pytest.raises(
+            ValueError, match=f"got '{name}'. {'-'.join(name)} is not a strategy: .* os = {name[2]} is co"
+        ):
             parse_strategy(name)
 
 
-@pytest.mark.parametrize("name", ["nig", "NI", "NIGG", "XYZ", "auto", "", None, 3, ["NIG"]])
+def test_names_with_hyphens() -> None:
+    for name, strategy in STRATEGIES.items():
+        assert parse_strategy(str(strategy)) is parse_strategy(name) is strategy
+        assert (hyphenate(name), plain_name(str(strategy))) == (str(strategy), name)
+    assert hyphenate("NIG + LoCo") == "N-I-G + LoCo" and plain_name("N-I-G, asynchronous") == "NIG, asynchronous"
+    for other in ("ZeRO-2", "DDP", "NIGG", "NIG-2", "N--G", "fastest"):
+        assert hyphenate(other) == plain_name(other) == other
+
+
+@pytest.mark.parametrize(
+    "name", ["nig", "n-i-g", "NI", "NIGG", "N--G", "N-IG", "NIG-", "N-I-G-G", "XYZ", "auto", "", None, 3, ["NIG"]]
+)
 def test_unknown_names_get_the_list(name: object) -> None:
-    with pytest.raises(ValueError, match="must be one of NNN, NNI, NNG, NII, NIG, NGG, INI") as error:
+    with pytest.raises(ValueError, match="must be one of N-N-N, N-N-I, N-N-G, N-I-I, N-I-G, N-G-G, I-N-I") as error:
         parse_strategy(name)
     assert repr(name) in str(error.value)
 
@@ -135,5 +150,5 @@ def test_group_sizes_that_do_not_fit(n: int, m: int, message: str) -> None:
 
 
 def test_a_strategy_cannot_be_built_against_the_rule() -> None:
-    with pytest.raises(ValueError, match="IGI is not a strategy"):
+    with pytest.raises(ValueError, match="I-G-I is not a strategy"):
         Strategy(Placement.I, Placement.G, Placement.I)

@@ -19,12 +19,16 @@ from deepspeed_ext.progress import progress_bar
 from deepspeed_ext.tools.arguments import new_file, number
 from deepspeed_ext.tools.compare import launching
 from deepspeed_ext.tools.compare.launching import PLACEHOLDER, Launcher, RunFailed, environment, exit_on_signals, run
-from deepspeed_ext.tools.compare.turn import AUTO, UNFINISHED, VARIABLE, Turn
-from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
+from deepspeed_ext.tools.compare.run_spec import AUTO, UNFINISHED, VARIABLE, RunSpec
+from deepspeed_ext.tools.compare.verdict import Comparison, ConfigRuns, compare, table
 
 NAME = "compare"
 SEPARATOR = "--"  # before the script
-_EARLY = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size")  # read before a configuration is parsed
+_READ_EARLY = (
+    "tensor_parallel",
+    "sequence_parallel_size",
+    "data_parallel_size",
+)  # read before a configuration is parsed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     hosts = "several nodes, by DeepSpeed's runner and ssh; start the command on the first one"
     launch.add_argument("--hostfile", metavar="FILE", help=hosts)
-    prefix = 'what to put before the script instead, such as "torchrun --nnodes 4 ..." on each node'
+    prefix = 'command that launches the script instead, such as "torchrun --nnodes 4 ..." on each node'
     launch.add_argument("--launch", metavar="PREFIX", help=prefix)
     output = parser.add_argument_group("output")
     bound = "largest relative difference of losses (default: 1e-05 in fp32, 0.005 in fp16, 0.02 in bf16)"
     output.add_argument("--loss-bound", type=number(float, zero=True), metavar="X", help=bound)
-    output.add_argument("--ignore-losses", action="store_true", help="exit with 0 whatever the losses are")
+    output.add_argument("--ignore-losses", action="store_true", help="exit with 0 even if losses differ")
     output.add_argument("--json", type=new_file, metavar="FILE", help="write all figures")
     logs = "for logs and reports of turns (default: deepspeed_compare)"
     output.add_argument("--folder", type=Path, default=Path("deepspeed_compare"), help=logs)
@@ -77,19 +81,20 @@ def run_command(arguments: argparse.Namespace, script: Sequence[str]) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--folder {folder} cannot be made: {error}.") from error
+        raise ValueError(f"--folder {folder} cannot be created: {error}.") from error
+    # Without this, a signal would end the command and leave its ranks running.
     exit_on_signals()
     reports: list[list[dict[str, Any]]] = [[] for _ in contents]
-    with progress_bar(arguments.rounds * len(contents), "turns", "turn") as shown:
+    with progress_bar(arguments.rounds * len(contents), "turns", "turn") as progress_bar:
         for round_, index in _order(arguments):
             letter = string.ascii_uppercase[index]
-            shown.set_postfix_str(letter)
+            progress_bar.set_postfix_str(letter)
             try:
                 reports[index].append(_take_turn(arguments, script, folder, round_, index, contents[index]))
             except RunFailed as failure:
                 print(f"{failure}\n\n{letter} ({arguments.configs[index]}) failed in round {round_}.", file=sys.stderr)
                 return 1
-            shown.update()
+            progress_bar.update()
     return _conclude(arguments, reports)
 
 
@@ -112,7 +117,7 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
         raise ValueError(f"there is no --hostfile {arguments.hostfile}.")
     chosen = {"--ranks": arguments.turn_ranks, "--hostfile": arguments.hostfile}
     if arguments.launch is not None and any(chosen.values()):
-        raise ValueError(f"--launch is the whole prefix; leave out {' and '.join(k for k, v in chosen.items() if v)}.")
+        raise ValueError(f"--launch replaces the launcher; remove {' and '.join(k for k, v in chosen.items() if v)}.")
     if arguments.hostfile and arguments.launcher != launching.LAUNCHERS[0]:
         raise ValueError("--hostfile is read by DeepSpeed's runner; with torchrun use --launch on each node.")
     contents = [_read(path) for path in arguments.configs]
@@ -128,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"the configuration {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise ValueError(f"the configuration {path} is no JSON: {error}.") from error
+        raise ValueError(f"the configuration {path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"the configuration {path} must be a dictionary, got {type(content).__name__}.")
     return content
@@ -141,8 +146,8 @@ def _require_replaceable(path: Path, content: dict[str, Any]) -> None:
         ValueError: the configuration has such a key or value.
     """
     use = f"Write {PLACEHOLDER} where the script takes the path of its configuration."
-    if early := [key for key in _EARLY if key in content]:
-        raise ValueError(f"{path} has {early[0]}, which DeepSpeed reads before anything can be replaced. {use}")
+    if early := [key for key in _READ_EARLY if key in content]:
+        raise ValueError(f"{path} has {early[0]}, which DeepSpeed reads before it can be replaced. {use}")
     if any(AUTO in section.values() for section in content.values() if isinstance(section, dict)):
         raise ValueError(f'{path} has a value "{AUTO}", which a framework replaces in its own configuration. {use}')
 
@@ -176,23 +181,22 @@ def _take_turn(
     report, log = folder / f"{stem}.json", folder / f"{stem}{node}.log"
     report.unlink(missing_ok=True)  # a report of an earlier comparison would hide a failure
     replaced = None if any(PLACEHOLDER in word for word in script) else content
-    turn = Turn(arguments.steps, arguments.warm_up, str(report), replaced)
+    turn = RunSpec(arguments.steps, arguments.warm_up, str(report), replaced)
     launcher = Launcher(arguments.launcher, arguments.turn_ranks, arguments.hostfile, arguments.launch)
     command = launcher.command(script, arguments.configs[index].absolute())
     with environment(turn) as env:
         run(command, env, log, arguments.timeout)
     written: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
-    problem, due = "", arguments.warm_up + arguments.steps
+    problem, expected_steps = "", arguments.warm_up + arguments.steps
     if not written:
         problem = (
-            f"the script ended without a report in {report}: no DeepSpeed engine was made where deepspeed_ext is "
+            f"the script ended without a report in {report}: no DeepSpeed engine was built where deepspeed_ext is "
             f"active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the first node does "
             f"not have that folder (--folder on a file system that all nodes share)."
         )
     elif UNFINISHED in written:
-        problem = (
-            f"the script ended after {written[UNFINISHED]} optimizer steps, expected --warm-up + --steps = {due}."
-        )
+        count = written[UNFINISHED]
+        problem = f"the script ended after {count} optimizer steps, expected --warm-up + --steps = {expected_steps}."
     if problem:
         raise RunFailed(f"{launching.tail(log)}\n\n{problem}\nwhole log: {log}")
     return written
@@ -200,33 +204,33 @@ def _take_turn(
 
 def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]) -> int:
     """Print and write the verdict; return the exit status."""
-    contestants = [
-        Contestant(string.ascii_uppercase[index], path.name, reports[index])
+    config_runs = [
+        ConfigRuns(string.ascii_uppercase[index], path.name, reports[index])
         for index, path in enumerate(arguments.configs)
     ]
-    first, *others = contestants
+    first, *others = config_runs
     comparisons = [compare(first, other, arguments.loss_bound) for other in others]
     info = first.first
     print(
         f"{info['ranks']} rank(s) of {info['device']}, {info['dtype']}, DeepSpeed {info['versions']['deepspeed']}; "
         f"{arguments.rounds} round(s) of {arguments.steps} steps, after {arguments.warm_up} of warm-up\n"
     )
-    print(table(contestants, comparisons), "", *(comparison.sentence for comparison in comparisons), sep="\n")
+    print(table(config_runs, comparisons), "", *(comparison.sentence for comparison in comparisons), sep="\n")
     if arguments.json:
-        document = _document(arguments, contestants, comparisons)
+        document = _document(arguments, config_runs, comparisons)
         arguments.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     return int(any(comparison.problem for comparison in comparisons) and not arguments.ignore_losses)
 
 
 def _document(
-    arguments: argparse.Namespace, contestants: Sequence[Contestant], comparisons: Sequence[Comparison]
+    arguments: argparse.Namespace, config_runs: Sequence[ConfigRuns], comparisons: Sequence[Comparison]
 ) -> dict[str, Any]:
     options = {name: getattr(arguments, name) for name in ("rounds", "steps", "warm_up", "order", "seed")}
     return {
         **options,
         "configs": [
             {"letter": config.letter, "file": config.file, "turns": [_finite(report) for report in config.reports]}
-            for config in contestants
+            for config in config_runs
         ],
         "comparisons": [comparison.as_dict() for comparison in comparisons],
         "losses_agree": not any(comparison.problem for comparison in comparisons),

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext.tools.compare.turn import VARIABLE, Turn
+from deepspeed_ext.tools.compare.run_spec import VARIABLE, RunSpec
 
 PLACEHOLDER = "{config}"
 LAUNCHERS = ("deepspeed", "torchrun")
@@ -71,12 +71,12 @@ class Launcher:
         if self.prefix is not None:
             return [*shlex.split(self.prefix), *words]
         module = words[:1] == [MODULE]
-        return [*self._stock(), *(["--module"] if module else []), *words[int(module) :]]
+        return [*self._stock_command(), *(["--module"] if module else []), *words[int(module) :]]
 
-    def _stock(self) -> list[str]:
+    def _stock_command(self) -> list[str]:
         if self.name == "torchrun":
-            each = "auto" if self.ranks is None else str(self.ranks)
-            return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", each]
+            per_node = "auto" if self.ranks is None else str(self.ranks)
+            return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", per_node]
         command = [sys.executable, "-m", "deepspeed.launcher.runner"]
         command += [] if self.ranks is None else ["--num_accelerators", str(self.ranks)]
         if self.hostfile is not None:
@@ -85,19 +85,19 @@ class Launcher:
 
 
 @contextlib.contextmanager
-def environment(turn: Turn) -> Iterator[dict[str, str]]:
+def environment(spec: RunSpec) -> Iterator[dict[str, str]]:
     """Yield the environment of a launch; see Note [Variables on other nodes].
 
     Args:
-        turn: the turn of its ranks.
+        spec: the turn of its ranks.
     """
     name = os.environ.get(_ENV_FILE, _DEFAULT_ENV_FILE)
     env_files = [Path(folder, name) for folder in (Path.home(), Path())]
     lines = [line for path in env_files if path.is_file() for line in path.read_text().splitlines() if line.strip()]
     with tempfile.NamedTemporaryFile("w", prefix="deepspeed_env-") as file:  # mode 0600
-        file.write("\n".join([*lines, f"{VARIABLE}={turn.encode()}", ""]))
+        file.write("\n".join([*lines, f"{VARIABLE}={spec.encode()}", ""]))
         file.flush()
-        yield {**os.environ, VARIABLE: turn.encode(), _ENV_FILE: file.name}
+        yield {**os.environ, VARIABLE: spec.encode(), _ENV_FILE: file.name}
 
 
 def run(command: Sequence[str], env: Mapping[str, str], log: Path, seconds: float) -> None:
@@ -145,12 +145,12 @@ def stop(process: "subprocess.Popen[bytes]", mark: str) -> None:
     if process.poll() is None:
         process.terminate()
     try:
-        while (process.poll() is None or _left(mark)) and time.monotonic() < deadline:
+        while (process.poll() is None or _remaining_pids(mark)) and time.monotonic() < deadline:
             time.sleep(_POLL)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        while pids := _left(mark):  # repeat, since a process may have started another before it was killed
+        while pids := _remaining_pids(mark):  # repeat, since a process may have started another before it was killed
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -158,7 +158,7 @@ def stop(process: "subprocess.Popen[bytes]", mark: str) -> None:
         process.wait()
 
 
-def _left(mark: str) -> list[int]:
+def _remaining_pids(mark: str) -> list[int]:
     """Return the processes of a launch that still run on this machine; see Note [Ranks of a launch]."""
     import psutil  # type: ignore[import-untyped]
 

@@ -30,7 +30,7 @@ from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import measure_state_bytes
 from deepspeed_ext.tools.clocks import Clock, device_name, make_clock
-from deepspeed_ext.tools.compare.turn import UNFINISHED, Turn
+from deepspeed_ext.tools.compare.run_spec import UNFINISHED, RunSpec
 from deepspeed_ext.version import __version__
 
 Losses = list[list[Tensor]]  # losses of micro-batches by step; the last step has not ended
@@ -40,11 +40,11 @@ class Measurement:
     """The steps of one engine; see Note [A script that is compared].
 
     Args:
-        turn: the turn to measure.
+        spec: the turn to measure.
     """
 
-    def __init__(self, turn: Turn) -> None:
-        self._turn = turn
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
         self._clock: Clock | None = None
         self._ends: list[Any] = []
         self._engine: Engine | None = None
@@ -58,7 +58,7 @@ class Measurement:
         step = 0
 
         def after_batch(loss: Any) -> None:
-            _keep(loss, losses)
+            _record_loss(loss, losses)
             self._end_step(engine, losses)
 
         def before_step(_: Any) -> None:
@@ -72,10 +72,11 @@ class Measurement:
         if engine.pipeline_parallelism:
             _wrap(engine, "train_batch", after=after_batch)
         else:
-            _wrap(engine, "backward", before=lambda loss: _keep(loss, losses))
+            _wrap(engine, "backward", before=lambda loss: _record_loss(loss, losses))
             _wrap(engine, "step", before_step, after_step)
 
     def _end_step(self, engine: Engine, losses: Losses) -> None:
+        # The first engine that ends a step: a script may have others, such as a frozen reference model.
         self._engine = self._engine or engine
         if engine is not self._engine:
             losses[:] = [[]]  # free the losses of an engine that is not measured
@@ -83,19 +84,19 @@ class Measurement:
         losses.append([])
         self._ended += 1
         peak = get_accelerator().max_memory_allocated()  # on a host, the peak over these calls only
-        if self._ended == self._turn.warm_up:
+        if self._ended == self._spec.warm_up:
             self._peak_of_warm_up = peak
             get_accelerator().reset_peak_memory_stats()  # ``peak_bytes`` excludes the warm-up
-        if self._ended >= self._turn.warm_up:
+        if self._ended >= self._spec.warm_up:
             self._clock = self._clock or make_clock()  # the script has chosen its device by now
             self._ends.append(self._clock.mark())  # no synchronization, which would prevent overlap with the forward
-        if self._ended == self._turn.warm_up + self._turn.steps:
+        if self._ended == self._spec.warm_up + self._spec.steps:
             self._finish(engine, losses)
 
     def _finish(self, engine: Engine, losses: Losses) -> None:
         """Write the report, and end the script on all ranks. Collective over all ranks."""
         report = {"seconds": self._seconds(), **_memory(engine, self._peak_of_warm_up), **_losses(losses)}
-        self._write({**_described(engine), **report})
+        self._write({**_describe_run(engine), **report})
         dist.barrier()  # no rank may exit while another rank still communicates or writes
         raise SystemExit(0)
 
@@ -105,7 +106,7 @@ class Measurement:
         self._clock.settle()
         return [end - begin for begin, end in itertools.pairwise(map(self._clock.seconds, self._ends))]
 
-    def say_unfinished(self) -> None:
+    def write_unfinished(self) -> None:
         """If the script ends before its last step, write its number of steps."""
         if not self._written:
             self._write({UNFINISHED: self._ended})
@@ -113,7 +114,7 @@ class Measurement:
     def _write(self, report: dict[str, Any]) -> None:
         """Write the report on the first rank of each node that has the folder: all nodes, on a shared file system."""
         self._written = True
-        path = Path(self._turn.report)
+        path = Path(self._spec.report)
         if os.environ.get("LOCAL_RANK", "0") == "0" and path.parent.is_dir():
             temporary = path.with_name(f".{path.name}.{os.environ.get('RANK', '0')}")
             temporary.write_text(json.dumps(report))
@@ -123,17 +124,17 @@ class Measurement:
 _measurement: Measurement | None = None
 
 
-def watch(engine: Engine, turn: Turn) -> None:
+def watch(engine: Engine, spec: RunSpec) -> None:
     """Measure the steps of an engine that is being constructed, or of another engine of this process.
 
     Args:
         engine: a DeepSpeedEngine with its configuration.
-        turn: the turn to measure.
+        spec: the turn to measure.
     """
     global _measurement
     if _measurement is None:
-        _measurement = Measurement(turn)
-        atexit.register(_measurement.say_unfinished)
+        _measurement = Measurement(spec)
+        atexit.register(_measurement.write_unfinished)
     _measurement.watch(engine)
 
 
@@ -156,12 +157,12 @@ def _wrap(
     setattr(engine, name, wrapped)
 
 
-def _keep(loss: Any, losses: Losses) -> None:
+def _record_loss(loss: Any, losses: Losses) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         losses[-1].append(loss.detach().reshape(()).clone())  # the script may reuse the loss's memory
 
 
-def _described(engine: Engine) -> dict[str, Any]:
+def _describe_run(engine: Engine) -> dict[str, Any]:
     """Return the configuration of the run, the same on all ranks."""
     strategy = active_strategy(engine._config)
     dtype, _ = engine.get_data_types()
@@ -205,6 +206,7 @@ def _losses(losses: Losses) -> dict[str, list[float | None]]:
     own_means = torch.stack(means)
     first = has_loss & (dist.get_rank() == 0)
     rows = [torch.where(kind, own_means, 0.0) for kind in (has_loss, first)] + [has_loss.double(), first.double()]
+    # Ranks without a loss add zeros, and are not counted in the mean.
     sums, of_first, ranks, has_first = all_reduce(torch.stack(rows), dist.ReduceOp.SUM).tolist()
     return {
         "losses": [total / count if count else None for total, count in zip(sums, ranks, strict=True)],

@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.tools.compare.turn import current
+from deepspeed_ext.tools.compare.run_spec import current_run_spec
 
 if TYPE_CHECKING:
     from deepspeed_ext.deepspeed_types import Engine
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 def configure(config: dict[str, Any]) -> None:
     """Replace the keys of a configuration by those of the turn."""
-    if (turn := current()) is not None:
-        turn.put_into(config)
+    if (spec := current_run_spec()) is not None:
+        spec.replace_keys(config)
 
 
 def engine_ready(engine: "Engine") -> None:
     """Measure the steps of an engine."""
-    if (turn := current()) is not None:
+    if (spec := current_run_spec()) is not None:
         from deepspeed_ext.tools.compare.measuring import watch
 
-        watch(engine, turn)
+        watch(engine, spec)

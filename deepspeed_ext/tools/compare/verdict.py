@@ -18,6 +18,8 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from deepspeed_ext.strategy import hyphenate
+
 LEVEL = 0.95  # confidence level of the interval
 DRAWS = 2000
 # Largest relative difference of losses that counts as rounding, by the dtype of the model: about 100 units in the last
@@ -50,7 +52,7 @@ class Ratio:
     high: float
 
     @property
-    def shows_a_difference(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the interval is above or below 1."""
         return self.low > 1 or self.high < 1
 
@@ -86,18 +88,18 @@ def _medians(
     return medians
 
 
-def difference(losses: Sequence[float], others: Sequence[float]) -> float:
+def loss_difference(losses: Sequence[float], other_losses: Sequence[float]) -> float:
     """Return the largest relative difference of two runs' losses by step; infinite if a loss is not finite."""
-    if not all(map(math.isfinite, chain(losses, others))):
+    if not all(map(math.isfinite, chain(losses, other_losses))):
         return math.inf
-    return max(abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0 for a, b in zip(losses, others, strict=True))
+    return max(abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0 for a, b in zip(losses, other_losses, strict=True))
 
 
 # Configurations ###################################################################################
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ConfigRuns:
     """A configuration with the reports of its turns.
 
     Attributes:
@@ -113,7 +115,7 @@ class Contestant:
     @property
     def name(self) -> str:
         """The letter, the file and the strategy."""
-        return f"{self.letter} ({self.file}, {self.first['strategy']})"
+        return f"{self.letter} ({self.file}, {hyphenate(self.first['strategy'])})"
 
     @property
     def first(self) -> Mapping[str, Any]:
@@ -128,6 +130,7 @@ class Contestant:
     @property
     def seconds_per_sample(self) -> list[list[float]]:
         """``seconds`` divided by the samples of a step."""
+        # Configurations may have different batch sizes.
         return [[seconds / self.first["samples"] for seconds in steps] for steps in self.seconds]
 
     @property
@@ -135,7 +138,7 @@ class Contestant:
         """The median of all steps' seconds."""
         return median(chain(*self.seconds))
 
-    def most(self, key: str) -> float:
+    def max_gb(self, key: str) -> float:
         """Return the largest of the reports' values, in GB."""
         return float(max(report[key] for report in self.reports)) / GB
 
@@ -152,8 +155,8 @@ class Comparison:
         problem: why losses do not agree; empty if they do.
     """
 
-    first: Contestant
-    other: Contestant
+    first: ConfigRuns
+    other: ConfigRuns
     speed: Ratio
     loss: float | None
     bound: float
@@ -162,16 +165,16 @@ class Comparison:
     @property
     def sentence(self) -> str:
         """The verdict."""
-        losses = f"losses agree (largest difference {_shown(self.loss)}, bound {self.bound:g})"
-        return f"{self._of_speed()}; {f'but losses do not agree: {self.problem}' if self.problem else losses}."
+        losses = f"losses agree (largest difference {_loss_text(self.loss)}, bound {self.bound:g})"
+        return f"{self._speed_clause()}; {f'but losses do not agree: {self.problem}' if self.problem else losses}."
 
-    def _of_speed(self) -> str:
+    def _speed_clause(self) -> str:
         first, other, speed = self.first, self.other, self.speed
         unit = "step" if first.first["samples"] == other.first["samples"] else "sample"
         divisors = [1 if unit == "step" else config.first["samples"] for config in (other, first)]
         figures = f"{other.median / divisors[0]:.3g} s instead of {first.median / divisors[1]:.3g} s per {unit}"
         interval = f"{LEVEL:.0%} interval {{:.3g}} to {{:.3g}}"
-        if not speed.shows_a_difference:
+        if not speed.is_significant:
             return (
                 f"No difference in speed is shown between {other.name} and {first.name}: {speed.value:.3g} times as "
                 f"fast, {interval.format(speed.low, speed.high)}, {figures}"
@@ -198,7 +201,7 @@ class Comparison:
         }
 
 
-def compare(first: Contestant, other: Contestant, bound: float | None = None) -> Comparison:
+def compare(first: ConfigRuns, other: ConfigRuns, bound: float | None = None) -> Comparison:
     """Compare a configuration with the first one.
 
     Args:
@@ -208,58 +211,60 @@ def compare(first: Contestant, other: Contestant, bound: float | None = None) ->
     if bound is None:
         bound = max(BOUNDS.get(config.first["dtype"], max(BOUNDS.values())) for config in (first, other))
     speed = ratio(other.seconds_per_sample, first.seconds_per_sample)
-    problem = _incomparable(first, other)
+    problem = _incomparable_reason(first, other)
     loss = None
     if not problem:
         pairs = zip(first.reports, other.reports, strict=True)
-        loss = max(difference(first_report["losses"], other_report["losses"]) for first_report, other_report in pairs)
+        loss = max(
+            loss_difference(first_report["losses"], other_report["losses"]) for first_report, other_report in pairs
+        )
         if loss > bound:
             problem = f"the largest relative difference is {loss:.1e}, the bound {bound:g}"
-            problem += _spread_of_own(first, other, bound)
+            problem += _own_difference_clause(first, other, bound)
     return Comparison(first, other, speed, loss, bound, problem)
 
 
-def _incomparable(first: Contestant, other: Contestant) -> str:
+def _incomparable_reason(first: ConfigRuns, other: ConfigRuns) -> str:
     """Return why losses cannot be compared; empty if they can."""
     for config in (first, other):
         if any(None in report["losses"] for report in config.reports):
-            return f"{config.letter} gave none to engine.backward"
-    samples, others = first.first["samples"], other.first["samples"]
-    same = samples == others
-    return "" if same else f"a step of {first.letter} has {samples} samples, one of {other.letter} {others}"
+            return f"{config.letter} passed no losses to engine.backward"
+    samples, other_samples = first.first["samples"], other.first["samples"]
+    equal = samples == other_samples
+    return "" if equal else f"a step of {first.letter} has {samples} samples, one of {other.letter} {other_samples}"
 
 
-def _spread_of_own(first: Contestant, other: Contestant, bound: float) -> str:
+def _own_difference_clause(first: ConfigRuns, other: ConfigRuns, bound: float) -> str:
     """Return a clause about a configuration whose own rounds differ, which makes the comparison inconclusive."""
     for config in (first, other):
-        spread = max(difference(config.first["losses"], report["losses"]) for report in config.reports)
+        spread = max(loss_difference(config.first["losses"], report["losses"]) for report in config.reports)
         if spread > bound:
             return f", and two runs of {config.letter} differ by {spread:.1e}: set the same seed in each run"
     return ""
 
 
-def table(contestants: Sequence[Contestant], comparisons: Sequence[Comparison]) -> str:
+def table(config_runs: Sequence[ConfigRuns], comparisons: Sequence[Comparison]) -> str:
     """Return a row for each configuration; memory is the maximum over ranks."""
     rows: list[tuple[str, ...]] = [_TITLES]
-    for config, comparison in zip(contestants, [None, *comparisons], strict=True):
+    for config, comparison in zip(config_runs, [None, *comparisons], strict=True):
         seconds, relative = list(chain(*config.seconds)), ("1", "")
         if comparison is not None:
             speed = comparison.speed
-            relative = f"{speed.value:.3g} ({speed.low:.3g}..{speed.high:.3g})", _shown(comparison.loss)
+            relative = f"{speed.value:.3g} ({speed.low:.3g}..{speed.high:.3g})", _loss_text(comparison.loss)
         rows.append(
             (
                 f"{config.letter} {config.file}",
-                config.first["strategy"],
+                hyphenate(config.first["strategy"]),
                 f"{config.median:.4g}",
                 f"{min(seconds):.4g}..{max(seconds):.4g}",
                 f"{config.first['samples'] / config.median:.4g}",
                 *relative,
-                *(f"{config.most(key):.3g}" for key in ("peak_bytes", "parameter_bytes", "optimizer_bytes")),
+                *(f"{config.max_gb(key):.3g}" for key in ("peak_bytes", "parameter_bytes", "optimizer_bytes")),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _shown(loss: float | None) -> str:
+def _loss_text(loss: float | None) -> str:
     return "not comparable" if loss is None else f"{loss:.1e}" if loss else "0"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from deepspeed_ext.strategy import parse_strategy
 from deepspeed_ext.tools.arguments import count, number
-from deepspeed_ext.tools.doctor.findings import WIDTH, Finding, Level, Section, by_value, report_text, worst
+from deepspeed_ext.tools.doctor.findings import WIDTH, Finding, Level, Section, by_value, report_text, worst_level
 from deepspeed_ext.tools.doctor.launch import Check, Launch, Options, RendezvousError, connect
 from deepspeed_ext.version import __version__
 
@@ -48,15 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=number(int), help="paro_group_size (default: ranks per node)")
     late = "seconds to wait for a rank, and for a message (default: 60)"
     parser.add_argument("--timeout", type=number(float), default=60.0, metavar="S", help=late)
-    written = "rank 0 writes the report, with all that was measured"
+    written = "file in which rank 0 writes the report with all measurements"
     parser.add_argument("--json", type=Path, metavar="FILE", help=written)
-    skip = f"leave out a check, once for each: {', '.join(CHECKS)}"
+    skip = f"title of a check to skip, may be repeated: {', '.join(CHECKS)}"
     parser.add_argument("--skip", action="append", choices=CHECKS, default=[], metavar="TITLE", help=skip)
-    model = parser.add_argument_group("a model whose states shall fit, without activations")
-    model.add_argument("--params", type=number(count), metavar="N", help="its parameters, such as 7e9 or 7B")
-    model.add_argument("--strategy", type=_strategy, default="NIG", help="(default: NIG)")
+    model = parser.add_argument_group("the model whose states must fit into memory, without activations")
+    model.add_argument("--params", type=number(count), metavar="N", help="number of parameters, such as 7e9 or 7B")
+    model.add_argument("--strategy", type=_strategy, default="NIG", help="such as I-I-G (default: N-I-G)")
     dtypes = ("bf16", "fp16", "fp32")
-    model.add_argument("--dtype", choices=dtypes, default="bf16", help="of parameters and gradients (default: bf16)")
+    model.add_argument(
+        "--dtype", choices=dtypes, default="bf16", help="dtype of parameters and gradients (default: bf16)"
+    )
     model.add_argument("--offload-optimizer", action="store_true", help="optimizer states in host memory")
 
 
@@ -101,6 +103,7 @@ def run(arguments: argparse.Namespace, patch_problems: Callable[[], list[str]]) 
     except RendezvousError as error:
         _print_error(str(error))
         status = COULD_NOT_RUN
+    # ``os._exit`` does not flush buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     if report.abandoned:
@@ -120,17 +123,17 @@ def examine(launch: Launch, checks: Mapping[str, Check], document: Path | None, 
         problem = f"there is no folder for {document} on {launch.hosts[0]}, where rank 0 writes it."
         _print_error(problem)
     # Only rank 0 needs the folder, but without it all ranks must stop: the others would wait for rank 0.
-    if launch.agree("error", problem):
+    if launch.broadcast_and_confirm("error", problem):
         return COULD_NOT_RUN
     run_checks(launch, checks, report)
-    status = 1 if worst(report.sections) == Level.WRONG else 0
+    status = 1 if worst_level(report.sections) == Level.WRONG else 0
     if launch.rank == 0:
         try:
             _show(launch, report.sections, status, document)
         except OSError as error:  # do not raise: the other ranks wait for the status
             _print_error(f"the report could not be written: {error}")
             status = COULD_NOT_RUN
-    return int(launch.agree("status", str(status)))
+    return int(launch.broadcast_and_confirm("status", str(status)))
 
 
 def run_checks(launch: Launch, checks: Mapping[str, Check], report: Report) -> None:
@@ -142,25 +145,28 @@ def run_checks(launch: Launch, checks: Mapping[str, Check], report: Report) -> N
     responsive = set(range(launch.world))
     obstacle: Finding | None = None  # reason to skip all later checks that communicate over process groups
     if GROUPS in launch.options.skip:
-        obstacle = _left_out(f"it needs {GROUPS}, which are skipped", "Do not skip them")
+        obstacle = _skipped_finding(f"it needs {GROUPS}, which are skipped", "Do not skip them")
     limits = {title: max(launch.options.timeout, check.least_seconds) for title, check in checks.items()}
+    # Rank 0 may use up the limits of all earlier checks before it reaches the next one.
     patience = 2 * sum(limit + _GRACE for limit in limits.values())
     for title, check in checks.items():
         reason = obstacle.found if obstacle else ""
-        if check.together and launch.broadcast(f"{title}/obstacle", reason, patience):
+        if check.collective and launch.broadcast(f"{title}/obstacle", reason, patience):
             if obstacle and launch.rank == 0:
                 report.sections.append(Section(title, (obstacle,), {}))
             continue
         outcome = _run_limited(check, launch, limits[title])
         report.abandoned |= not outcome
+        # If the check still runs, this text is the rank's answer.
         late = json.dumps({"answer": None, "error": f"it did not end within {limits[title]:g} s"})
         outcomes = launch.gather(title, outcome or late, responsive, limits[title] + _GRACE)
         if launch.rank:
             continue
         findings, answers, failed = _judge(check, launch, outcomes, responsive - set(outcomes))
         report.sections.append(Section(title, tuple(findings), answers))
-        if (failed and check.together) or responsive - set(outcomes):
-            obstacle = obstacle or _left_out(f"{title} failed", "Fix that")
+        # A rank without an answer may still be in a collective, and would block all others.
+        if (failed and check.collective) or responsive - set(outcomes):
+            obstacle = obstacle or _skipped_finding(f"{title} failed", "Fix that")
         responsive = set(outcomes)
 
 
@@ -198,10 +204,13 @@ def _judge(
     errors = by_value({rank: outcome["error"] for rank, outcome in outcomes.items() if outcome["error"]})
     findings = [_failure(launch, ranks, error) for error, ranks in errors.items()]
     if lost:
-        advice = "See what these ranks have printed, and whether their processes and hosts still run."
-        findings.append(Finding(launch.located(lost), Level.WRONG, "no answer: dead, or out of reach", advice))
-    if answers and not (check.together and findings):
+        advice = "Check the output of these ranks, and whether their processes and hosts still run."
+        findings.append(
+            Finding(launch.ranks_with_hosts(lost), Level.WRONG, "no answer: it died or cannot be reached", advice)
+        )
+    if answers and not (check.collective and findings):
         try:
+            # An error of one check must not lose the report of the others.
             findings += check.judge(answers, launch)
         except Exception as error:
             findings.append(_failure(launch, [0], f"{type(error).__name__}: {error}"))
@@ -210,11 +219,11 @@ def _judge(
 
 def _failure(launch: Launch, ranks: list[int], error: str) -> Finding:
     text = f"the check itself failed: {' '.join(error.split())[:600]}"
-    return Finding(launch.located(ranks), Level.WRONG, text)
+    return Finding(launch.ranks_with_hosts(ranks), Level.WRONG, text)
 
 
-def _left_out(reason: str, advice: str) -> Finding:
-    return Finding("left out", Level.LOOK, reason, f"{advice}, and run the doctor again.")
+def _skipped_finding(reason: str, advice: str) -> Finding:
+    return Finding("skipped", Level.LOOK, reason, f"{advice}, and run the doctor again.")
 
 
 def _print_error(problem: str) -> None:

@@ -16,7 +16,17 @@ from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
 from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
 
-_SENT = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "DEEPSPEED_EXT_", "DS_")
+_PREFIXES = (
+    "NCCL_",
+    "TORCH_NCCL_",
+    "TORCH_DISTRIBUTED_",
+    "GLOO_",
+    "CUDA_",
+    "PYTORCH_",
+    "OMP_",
+    "DEEPSPEED_EXT_",
+    "DS_",
+)
 # Launchers set CUDA_VISIBLE_DEVICES per rank, and interfaces may have different names on different hosts.
 _MAY_DIFFER = {"CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}
 _ON, _ANY, _LOOPBACK = r"(?!(0|false|no|off)$).+", r".+", r"=?lo(,.*)?"
@@ -39,10 +49,10 @@ _QUEUE = (
 _WAITS = "the host waits for each collective, so nothing overlaps with compute, and strategies use no side streams."
 _NO_CACHE = "every tensor is allocated and freed by the driver, which waits for the device: for debugging only."
 _COMPARED = "before each collective, ranks compare its arguments over gloo: for debugging only."
-_NO_SHM = "devices of a host that reach one another by no direct path use the network instead of shared memory."
-_NO_GDR = "what goes to the network is copied through host memory (no GPUDirect RDMA)."
+_NO_SHM = "devices of a host without a direct path use the network instead of shared memory."
+_NO_GDR = "data for the network is copied through host memory (no GPUDirect RDMA)."
 _LO = "uses the loopback, which reaches no other host."
-_OUT = "the package stays out of DeepSpeed, which then does not know its keys."
+_OUT = "the package does not patch DeepSpeed, which then rejects its keys."
 HARMFUL = (
     Harmful("CUDA_DEVICE_MAX_CONNECTIONS", "1", _QUEUE),
     Harmful("TORCH_NCCL_BLOCKING_WAIT", _ON, _WAITS),
@@ -53,11 +63,11 @@ HARMFUL = (
     Harmful("NCCL_P2P_DISABLE", _ON, "devices of a host do not use NVLink or PCIe directly."),
     Harmful("NCCL_P2P_LEVEL", "LOC|0", "devices of a host never use NVLink or PCIe directly."),
     Harmful("NCCL_SHM_DISABLE", _ON, _NO_SHM),
-    Harmful("NCCL_IB_DISABLE", _ON, "InfiniBand and RoCE are not used: all goes over IP sockets."),
-    Harmful("NCCL_NET", "socket", "all goes over IP sockets, also where there is InfiniBand."),
+    Harmful("NCCL_IB_DISABLE", _ON, "InfiniBand and RoCE are not used: all data is sent over IP sockets."),
+    Harmful("NCCL_NET", "socket", "all data is sent over IP sockets, even with InfiniBand."),
     Harmful("NCCL_NET_GDR_LEVEL", "LOC|0", _NO_GDR),
-    Harmful("NCCL_ALGO", _ANY, "one algorithm is forced where NCCL chooses by size and topology."),
-    Harmful("NCCL_PROTO", _ANY, "one protocol is forced where NCCL chooses by size and topology."),
+    Harmful("NCCL_ALGO", _ANY, "one algorithm is forced; NCCL would choose by size and topology."),
+    Harmful("NCCL_PROTO", _ANY, "one protocol is forced; NCCL would choose by size and topology."),
     Harmful("NCCL_SOCKET_IFNAME", _LOOPBACK, f"NCCL {_LO}", Level.WRONG),
     Harmful("GLOO_SOCKET_IFNAME", _LOOPBACK, f"gloo {_LO}", Level.WRONG),
     Harmful("DEEPSPEED_EXT_DISABLE", _ON, _OUT, Level.WRONG),
@@ -70,7 +80,7 @@ def _examine(launch: Launch) -> dict[str, Any]:
 
     device = get_accelerator()
     return {
-        "variables": {name: value for name, value in launch.environment.items() if name.startswith(_SENT)},
+        "variables": {name: value for name, value in launch.environment.items() if name.startswith(_PREFIXES)},
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "on_host": bool(device.is_synchronized_device()),
@@ -84,7 +94,7 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
     variables = {rank: answer["variables"] for rank, answer in answers.items()}
     findings = [*_harmful(variables, len(launch.ranks_of_hosts())), *_differences(variables)]
     if not findings:
-        findings = [Finding("variables", Level.OK, "none that hurts, and the same on all ranks")]
+        findings = [Finding("variables", Level.OK, "no harmful values, and equal on all ranks")]
     if launch.options.offload_optimizer or any(answer["on_host"] for answer in answers.values()):
         findings.append(_threads(answers, launch))
     first = answers[min(answers)]
@@ -95,6 +105,7 @@ def _harmful(variables: Mapping[int, Mapping[str, str]], hosts: int) -> Iterator
     for name, pattern, effect, level in HARMFUL:
         values = by_value({rank: row[name] for rank, row in variables.items() if name in row})
         for value, ranks in values.items():
+            # On one host, the loopback reaches all ranks.
             harmless = pattern == _LOOPBACK and hosts == 1
             if re.fullmatch(pattern, value.strip(), re.IGNORECASE) and not harmless:
                 yield Finding(name, level, f"{value} on {ranks_text(ranks)}: {effect}", f"Unset {name}.")
@@ -105,7 +116,7 @@ def _differences(variables: Mapping[int, Mapping[str, str]]) -> Iterator[Finding
         values = by_value({rank: row.get(name, "") for rank, row in variables.items()})
         if len(values) > 1:
             text = "; ".join(f"{value or 'unset'} on {ranks_text(ranks)}" for value, ranks in values.items())
-            advice = "Set it alike on all nodes. Launchers pass on only some variables to other hosts."
+            advice = "Set it to the same value on all nodes. Launchers pass on only some variables to other hosts."
             yield Finding(name, Level.LOOK, f"differs: {text}", advice)
 
 
@@ -124,8 +135,8 @@ def _threads(answers: Answers, launch: Launch) -> Finding:
             problems.append((f"{text}: most cores idle (torchrun sets OMP_NUM_THREADS=1)", advice))
     if not problems:
         return Finding("OMP_NUM_THREADS", Level.OK, "threads of ranks fit the cores of their hosts")
-    (text, advice), *others = problems
-    more = f" (and {len(others)} more host(s) like it)" if others else ""
+    (text, advice), *other_problems = problems
+    more = f" (and {len(other_problems)} more host(s) like it)" if other_problems else ""
     return Finding("OMP_NUM_THREADS", Level.LOOK, text + more, advice)
 
 
@@ -168,9 +179,9 @@ def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Laun
     sizes, several_hosts = launch.group_sizes(), len(launch.ranks_of_hosts()) > 1
     findings = []
 
-    def add(subject: str, since: list[int], given: object, applies: bool, finding: tuple[Level, str] | None) -> None:
-        if given and version < since:
-            text = f"NCCL {_dotted(version)} ignores it; {_dotted(since)} and later have it"
+    def add(subject: str, since: list[int], setting: object, applies: bool, finding: tuple[Level, str] | None) -> None:
+        if setting and version < since:
+            text = f"NCCL {_version_text(version)} ignores it; {_version_text(since)} and later have it"
             findings.append(Finding(subject, Level.LOOK, text))
         elif applies and version >= since and finding:
             findings.append(Finding(subject, *finding))
@@ -185,7 +196,7 @@ def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Laun
     return findings
 
 
-def _dotted(version: list[int]) -> str:
+def _version_text(version: list[int]) -> str:
     return ".".join(map(str, version))
 
 
@@ -202,7 +213,7 @@ def _pat(version: list[int], enabled: str, sizes: GroupSizes, hosts: Sequence[st
         yield Finding("PAT", Level.LOOK, f"disabled, so {ring}", "Unset NCCL_PAT_ENABLE.")
     elif shared:
         text = f"NCCL uses it for one rank per node; here several ranks of a node are in one communicator, so {ring}"
-        yield Finding("PAT", Level.LOOK, text, "Use whole nodes as groups, unless smaller ones are meant.")
+        yield Finding("PAT", Level.LOOK, text, "Use whole nodes as groups, unless smaller groups are intended.")
     else:
         steps = f"{math.ceil(math.log2(k))} steps for small messages, not the {k - 1} of a ring"
         flat = "; collectives over all ranks, as ZeRO's, take a ring" if len(set(hosts)) < len(hosts) else ""

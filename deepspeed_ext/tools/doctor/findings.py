@@ -54,12 +54,12 @@ class Section:
         return {"title": self.title, "findings": findings, "measured": {str(k): v for k, v in self.measured.items()}}
 
 
-def judged(subject: str, problem: str, advice: str, fine: str, level: Level = Level.LOOK) -> Finding:
-    """Return a finding of this level if there is a problem; otherwise an OK finding with the text ``fine``."""
-    return Finding(subject, level, problem, advice) if problem else Finding(subject, Level.OK, fine)
+def finding_for(subject: str, problem: str, advice: str, ok_text: str, level: Level = Level.LOOK) -> Finding:
+    """Return a finding of this level if there is a problem; otherwise an OK finding with the text ``ok_text``."""
+    return Finding(subject, level, problem, advice) if problem else Finding(subject, Level.OK, ok_text)
 
 
-def worst(sections: Iterable[Section]) -> Level:
+def worst_level(sections: Iterable[Section]) -> Level:
     """Return the worst level of all findings."""
     return max((finding.level for section in sections for finding in section.findings), default=Level.OK)
 
@@ -73,20 +73,20 @@ def report_text(sections: Sequence[Section], color: bool = False, width: int = W
         lines.append(section.title)
         lines += [line for finding in section.findings for line in _lines(finding, columns, color, width)] + [""]
     counts = ", ".join(f"{levels.count(level)} {level.word}" for level in Level)
-    return "\n".join([*lines, f"{_level_text(worst(sections), color).strip()}: {counts}"])
+    return "\n".join([*lines, f"{_level_text(worst_level(sections), color).strip()}: {counts}"])
 
 
 def _lines(finding: Finding, columns: int, color: bool, width: int) -> list[str]:
     indent = " " * (2 + _WORD + columns + 2)
 
-    def wrapped(text: str, first: str = "", others: str = "") -> list[str]:
-        first, others = indent + first, indent + others
-        return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+    def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+        first, rest = indent + first, indent + rest
+        return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
     head = f"  {_level_text(finding.level, color)}{finding.subject.ljust(columns)}  "
-    first, *others = wrapped(finding.found) or [indent]
+    first, *rest = wrapped(finding.found) or [indent]
     details = [indent + line for line in finding.details]
-    return [(head + first[len(indent) :]).rstrip(), *others, *details, *wrapped(finding.advice, "-> ", "   ")]
+    return [(head + first[len(indent) :]).rstrip(), *rest, *details, *wrapped(finding.advice, "-> ", "   ")]
 
 
 def _level_text(level: Level, color: bool) -> str:
@@ -104,8 +104,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
     ordered = sorted(ranks)
     # In a run of consecutive ranks, rank minus position is constant.
     spans = [[rank for _, rank in span] for _, span in groupby(enumerate(ordered), lambda item: item[1] - item[0])]
-    shown = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
-    return f"rank {shown}" if len(ordered) == 1 else f"ranks {shown}"
+    spans_text = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    return f"rank {spans_text}" if len(ordered) == 1 else f"ranks {spans_text}"
 
 
 def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
@@ -118,15 +118,15 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
 
 def bytes_text(nbytes: float) -> str:
     """Return bytes as ``64 KiB``, ``1.5 GiB`` and the like."""
-    return _scaled(nbytes, 1024, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _with_unit(nbytes, 1024, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def rate_text(rate: float) -> str:
     """Return bytes per second as ``11.9 MB/s``, in the powers of 1000 that networks use."""
-    return _scaled(rate, 1000, 999.5, ("B/s", "KB/s", "MB/s", "GB/s"))
+    return _with_unit(rate, 1000, 999.5, ("B/s", "KB/s", "MB/s", "GB/s"))
 
 
-def _scaled(number: float, base: int, limit: float, units: Sequence[str]) -> str:
+def _with_unit(number: float, base: int, limit: float, units: Sequence[str]) -> str:
     while number >= limit and len(units) > 1:
         number, units = number / base, units[1:]
     return f"{number:.3g} {units[0]}"

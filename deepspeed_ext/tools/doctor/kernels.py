@@ -27,11 +27,11 @@ def _examine(launch: Launch) -> dict[str, Any]:
     device = "cpu" if get_accelerator().is_synchronized_device() else get_accelerator().current_device_name()
     ops.load_kernels()
     present = ops.has_kernels(device.partition(":")[0].upper())
-    wrong = differing(torch.ops.deepspeed_paro, device) if present else []
+    wrong = differing_operators(torch.ops.deepspeed_paro, device) if present else []
     return {"device": device, "kernels": present, "wrong": wrong}
 
 
-def differing(operators: Any, device: str) -> list[str]:
+def differing_operators(operators: Any, device: str) -> list[str]:
     """Return the names of operators that differ from the reference, each with the first such case.
 
     Args:
@@ -117,8 +117,8 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
     wrong = by_value({rank: name for rank, answer in answers.items() for name in answer["wrong"][:1]})
     for first, ranks in wrong.items():
         names = ", ".join(answers[ranks[0]]["wrong"])
-        text = f"other bits than the reference on {ranks_text(ranks)} ({launch.hosts[ranks[0]]}): {names}"
-        advice = "Train without LoCo there. Build the kernels anew; if that changes nothing, suspect the device."
+        text = f"results differ from the reference on {ranks_text(ranks)} ({launch.hosts[ranks[0]]}): {names}"
+        advice = "Train without LoCo there. Rebuild the kernels; if that does not help, suspect the device."
         findings.append(Finding(first.split(" (")[0], Level.WRONG, text, advice))
     absent = [rank for rank, answer in answers.items() if not answer["kernels"]]
     refused = [rank for rank in absent if answers[rank]["device"].startswith("cuda") and ops.has_kernels("CPU")]
@@ -126,11 +126,11 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
         text = f"those of {ranks_text(refused)} were built without nvcc, and are refused on a GPU"
         findings.append(Finding("LoCo's kernels", Level.WRONG, text, ops.BUILD_ADVICE))
     elif absent:
-        text = f"none on {ranks_text(absent)}: plain PyTorch computes the same bits, more slowly"
-        findings.append(Finding("LoCo's kernels", Level.LOOK, text, "See what the compiler is missing above."))
+        text = f"none on {ranks_text(absent)}: plain PyTorch computes the same results, more slowly"
+        findings.append(Finding("LoCo's kernels", Level.LOOK, text, "See the compiler section above."))
     good = [rank for rank, answer in answers.items() if answer["kernels"] and not answer["wrong"]]
     if good:
-        text = f"the reference's bits on {ranks_text(good)} ({answers[good[0]]['device']})"
+        text = f"bitwise equal to the reference on {ranks_text(good)} ({answers[good[0]]['device']})"
         findings.append(Finding("LoCo's kernels", Level.OK, text))
     return findings
 

@@ -93,7 +93,7 @@ class Launch:
         except ValueError:
             return None
 
-    def located(self, ranks: Collection[int]) -> str:
+    def ranks_with_hosts(self, ranks: Collection[int]) -> str:
         """Return ranks and their hosts as ``ranks 0-3 on node1, node2``."""
         return f"{ranks_text(ranks)} on {', '.join(dict.fromkeys(self.hosts[rank] for rank in sorted(ranks)))}"
 
@@ -128,9 +128,11 @@ class Launch:
             return self.store.get(key).decode()
         except RuntimeError as error:
             host = socket.gethostname()
-            raise RendezvousError(f"rank {self.rank} on {host} has lost rank 0: {_first_line(error)}") from error
+            raise RendezvousError(
+                f"rank {self.rank} on {host} lost contact with rank 0: {_first_line(error)}"
+            ) from error
 
-    def agree(self, key: str, text: str) -> str:
+    def broadcast_and_confirm(self, key: str, text: str) -> str:
         """Broadcast rank 0's text. Rank 0 waits until the other ranks have received it."""
         text = self.broadcast(key, text, self.options.timeout + _MARGIN)
         # Rank 0 may serve the store. If it exited earlier, the other ranks could not read the text.
@@ -145,14 +147,14 @@ class Check:
     Attributes:
         examine: runs on every rank and returns plain values for JSON; may raise.
         judge: runs on rank 0, with the answers of all ranks whose ``examine`` returned; does not communicate.
-        together: whether ``examine`` communicates over process groups. The check is skipped after such a check failed
-            or a rank was lost, since ranks would wait for each other.
+        collective: whether ``examine`` communicates over process groups. It is skipped after such a check failed or a
+            rank was lost, since ranks would wait for each other.
         least_seconds: time limit of ``examine`` if ``--timeout`` is shorter.
     """
 
     examine: Callable[[Launch], Any]
     judge: Callable[[Answers, Launch], list[Finding]]
-    together: bool = False
+    collective: bool = False
     least_seconds: float = 0.0
 
 
@@ -200,13 +202,14 @@ def _open_store(environment: Mapping[str, str], rank: int, address: str, timeout
     serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     name, port, limit = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=timeout)
     try:
+        # Do not wait for the other ranks here: the roll call names the missing ones, a time-out would not.
         store = TCPStore(name, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
-        reason = "this rank cannot listen there" if serves else "nobody answers there"
+        reason = "this rank cannot listen there" if serves else "no process answers there"
         raise RendezvousError(
-            f"rank {rank} on {socket.gethostname()} did not get to {address} (MASTER_ADDR:MASTER_PORT) within "
-            f"{timeout:g} s; {reason}: {_first_line(error)}. Check that rank 0 has started, that the address is that "
-            f"of its host as others see it, that nothing else uses the port, and that no firewall closes it."
+            f"rank {rank} on {socket.gethostname()} could not connect to {address} (MASTER_ADDR:MASTER_PORT) within "
+            f"{timeout:g} s; {reason}: {_first_line(error)}. Check that rank 0 has started, that other hosts "
+            f"can reach this address, that nothing else uses the port, and that no firewall blocks it."
         ) from error
     return PrefixStore(f"deepspeed_ext doctor {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -15,9 +15,17 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed
 
 from deepspeed_ext.planner.rates import fit
-from deepspeed_ext.tools.doctor.findings import Finding, Level, bar, bytes_text, judged, rate_text
+from deepspeed_ext.tools.doctor.findings import Finding, Level, bar, bytes_text, finding_for, rate_text
 from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
-from deepspeed_ext.tools.doctor.outliers import LEAST, Outliers, Pair, between, find_outliers, inside, tournament
+from deepspeed_ext.tools.doctor.outliers import (
+    OUTLIER_RATIO,
+    Outliers,
+    Pair,
+    find_outliers,
+    rounds_between,
+    rounds_inside,
+    tournament,
+)
 
 _WATCHDOG = 60.0  # seconds after the check's limit at which NCCL's watchdog may end the process
 
@@ -63,6 +71,7 @@ def _form_world(launch: Launch) -> None:
         store=distributed.PrefixStore("groups", launch.store),
         rank=launch.rank,
         world_size=launch.world,
+        # NCCL's watchdog must not end the process before the check has reported the hang.
         timeout=timedelta(seconds=launch.options.timeout + (0 if device.is_synchronized_device() else _WATCHDOG)),
         device_id=device_id,
     )
@@ -79,11 +88,11 @@ def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
     return [Finding(first["backend"], Level.OK, f"formed in {slowest:.1f} s")]
 
 
-PROCESS_GROUPS = Check(_examine_groups, _judge_groups, together=True)
+PROCESS_GROUPS = Check(_examine_groups, _judge_groups, collective=True)
 
 _SUBJECTS = {"intra": "inside groups", "inter": "between groups"}
-_ALIKE = 1.5  # ratio of rates below which strategies have little to gain
-_MOST_LINK_SECONDS = 240.0
+_SIMILAR_RATIO = 1.5  # ratio of rates below which strategies have little to gain
+_LINK_SECONDS = 240.0
 
 
 def _examine_links(launch: Launch) -> dict[str, list[tuple[float, float]]] | None:
@@ -94,11 +103,11 @@ def _examine_links(launch: Launch) -> dict[str, list[tuple[float, float]]] | Non
 
     topology = get_topology(None, launch.options.group_size)
     hops = {level: GatherHop(getattr(topology, level), level) for level in _SUBJECTS}
-    samples = {level: probe.samples(hop, torch.float32) for level, hop in hops.items()}
+    samples = {level: probe.sample_hop(hop, torch.float32) for level, hop in hops.items()}
     return None if launch.rank else samples
 
 
-def judge_links(answers: Answers, launch: Launch) -> list[Finding]:
+def judge_hops(answers: Answers, launch: Launch) -> list[Finding]:
     """Return a plot for each level, and their ratio."""
     findings, bandwidths = [], []
     for level, subject in _SUBJECTS.items():
@@ -118,23 +127,23 @@ def judge_links(answers: Answers, launch: Launch) -> list[Finding]:
     if len(bandwidths) == 2:
         ratio = bandwidths[0] / bandwidths[1]
         text = f"between groups a rank receives {ratio:.3g} times more slowly than inside"
-        text += ": strategies gain little where links are alike" if ratio < _ALIKE else ""
+        text += ": strategies gain little if links are similarly fast" if ratio < _SIMILAR_RATIO else ""
         findings.append(Finding("compared", Level.OK, text))
     return findings or [Finding("hops", Level.OK, "one rank: nothing is sent")]
 
 
-LINKS = Check(_examine_links, judge_links, together=True, least_seconds=_MOST_LINK_SECONDS)
+LINKS = Check(_examine_links, judge_hops, collective=True, least_seconds=_LINK_SECONDS)
 
-MOST_ROUNDS = 16  # inside teams, and between teams; see Note [Rounds] in outliers.py
+MAX_ROUNDS = 16  # inside teams, and between teams; see Note [Rounds] in outliers.py
 SIZES = (2**20, 2**24, 2**26)  # bytes each way; a larger size is measured if the previous took less than ENOUGH
-ENOUGH = 0.02  # seconds
+ENOUGH_SECONDS = 0.02  # seconds
 _REPEATS = 3
 _PINGS = 12
-_MUCH = 0.5  # share of the usual rate below which an outlier is wrong
-_LATE = 1 / 3  # share of the usual inverse latency below which a rank is late
-_SHOWN = 8  # maximum number of findings of a type
-_MOST_PAIR_SECONDS = 300.0
-_NODE_ADVICE = "Look at this node's network card, cable and switch port (ethtool, ibstat), and what else uses them."
+_WRONG_RATIO = 0.5  # share of the usual rate below which an outlier is wrong
+_LATE_RATIO = 1 / 3  # share of the usual inverse latency below which a rank is late
+_MAX_LISTED = 8  # maximum number of findings of a type
+_PAIR_SECONDS = 300.0
+_NODE_ADVICE = "Look at this node's network card, cable and switch port (ethtool, ibstat), and at other users of them."
 _RANK_ADVICE = "Look at this rank's device and its own link (nvidia-smi topo -m, nvidia-smi nvlink -s)."
 _PAIR_ADVICE = "Look at the path between the two alone: cables and switches that only it uses."
 
@@ -176,7 +185,7 @@ def joint_rate(pairs: Sequence[PairTimes]) -> float:
 def _examine_pairs(launch: Launch) -> list[list[Any]]:
     """Return both ranks and the fields of ``PairTimes`` for the pairs in which this rank is the lower rank."""
     rows, teams = [], launch.teams()
-    for pairs in (*inside(teams, MOST_ROUNDS), *between(teams, MOST_ROUNDS)):
+    for pairs in (*rounds_inside(teams, MAX_ROUNDS), *rounds_between(teams, MAX_ROUNDS)):
         # The barrier separates rounds: the pairs of one round, and no others, share links at a time.
         if distributed.get_backend() == "gloo":  # its monitored barrier names the missing ranks
             distributed.monitored_barrier(timeout=timedelta(seconds=launch.options.timeout), wait_all_ranks=True)
@@ -200,7 +209,7 @@ def _measure(partner: int) -> list[Any]:
         begin = time.perf_counter()
         seconds[size] = [_exchange_seconds(partner, payload, received) for _ in range(_REPEATS)]
         totals[size] = time.perf_counter() - begin
-        if min(seconds[size]) > ENOUGH:
+        if min(seconds[size]) > ENOUGH_SECONDS:
             break
     return [ping, seconds, totals]
 
@@ -270,14 +279,14 @@ def _judge_nodes(times: Mapping[Pair, PairTimes], team_of: Mapping[int, int], la
         of_nodes.setdefault((min(team_of[a], team_of[b]), max(team_of[a], team_of[b])), []).append(row)
     rates = {pair: joint_rate(rows) for pair, rows in of_nodes.items()}
     nodes, usual = find_outliers(rates), statistics.median(row.ping for row in times.values())
-    text = f"{len(between(teams, MOST_ROUNDS))} of {len(tournament(len(teams)))} round(s) of disjoint pairs, "
+    text = f"{len(rounds_between(teams, MAX_ROUNDS))} of {len(tournament(len(teams)))} round(s) of disjoint pairs, "
     text += f"{len(rates)} pair(s) of nodes; an empty message takes {1e6 * usual:.0f} us"
     findings = [Finding("measured", Level.OK, text)]
     findings += _outlier_findings(nodes, "between nodes", launch, rates, teams)
-    delays = find_outliers({pair: 1 / row.ping for pair, row in times.items()}, _LATE)
-    for rank, inverse in list(delays.players.items())[:_SHOWN]:
+    delays = find_outliers({pair: 1 / row.ping for pair, row in times.items()}, _LATE_RATIO)
+    for rank, inverse in list(delays.players.items())[:_MAX_LISTED]:
         text = f"an empty message takes {1e6 / inverse:.0f} us, usually {1e6 / delays.usual:.0f} us"
-        findings.append(Finding(launch.located([rank]), Level.LOOK, text, _NODE_ADVICE))
+        findings.append(Finding(launch.ranks_with_hosts([rank]), Level.LOOK, text, _NODE_ADVICE))
     explained = {*nodes.players, *nodes.lower, *(number for pair in nodes.pairs for number in pair)}
     unexplained_rates = {
         pair: row.rate for pair, row in times.items() if not explained & {team_of[rank] for rank in pair}
@@ -295,36 +304,37 @@ def _outlier_findings(
     findings, usual, advice = [], outliers.usual, _NODE_ADVICE if teams else _RANK_ADVICE
 
     def name(player: int) -> str:
-        return launch.team_text(teams[player]) if teams else launch.located([player])
+        return launch.team_text(teams[player]) if teams else launch.ranks_with_hosts([player])
 
     def add(subject: str, rate: float, expected: float, text: str, advice: str) -> None:
-        level = Level.WRONG if rate < _MUCH * expected else Level.LOOK
+        level = Level.WRONG if rate < _WRONG_RATIO * expected else Level.LOOK
         findings.append(Finding(subject, level, f"{text} {rate_text(expected)}", advice))
 
-    for player, rate in sorted(outliers.players.items(), key=lambda item: item[1])[:_SHOWN]:
+    for player, rate in sorted(outliers.players.items(), key=lambda item: item[1])[:_MAX_LISTED]:
         add(name(player), rate, usual, f"slow with all others: {rate_text(rate)}, usually", advice)
-    for (a, b), (rate, expected) in sorted(outliers.pairs.items(), key=lambda item: item[1][0])[:_SHOWN]:
+    for (a, b), (rate, expected) in sorted(outliers.pairs.items(), key=lambda item: item[1][0])[:_MAX_LISTED]:
         text = f"slow with each other: {rate_text(rate)}, otherwise"
         add(f"{name(a)} and {name(b)}", rate, expected, text, _PAIR_ADVICE)
     if outliers.lower:
-        speeds, slower = outliers.rates.values(), ", ".join(map(name, outliers.lower[:_SHOWN]))
+        speeds, slower = outliers.rates.values(), ", ".join(map(name, outliers.lower[:_MAX_LISTED]))
         text = f"of two kinds, {rate_text(min(speeds))} to {rate_text(max(speeds))}; the slower ones are {slower}"
-        findings.append(Finding(subject, Level.LOOK, text, "Training goes at the pace of the slower ones."))
+        findings.append(Finding(subject, Level.LOOK, text, "The slower ones determine the speed of training."))
     few = len(outliers.rates) < 3
-    compared = "too few to compare" if few else f"no outlier (none below {LEAST:.0%} of the others)"
+    compared = "too few to compare" if few else f"no outlier (none below {OUTLIER_RATIO:.0%} of the others)"
     text = f"{rate_text(usual)} each way, both at once; {compared}, {len(rates)} pair(s)"
     return findings or [Finding(subject, Level.OK, text)]
 
 
-PAIRS = Check(_examine_pairs, judge_pairs, together=True, least_seconds=_MOST_PAIR_SECONDS)
+PAIRS = Check(_examine_pairs, judge_pairs, collective=True, least_seconds=_PAIR_SECONDS)
 
-_APART = 1.0  # seconds
+_MAX_CLOCK_OFFSET = 1.0  # seconds
 
 
 def _examine_clocks(launch: Launch) -> dict[str, float] | None:
     """Return on rank 0 the seconds by which the clock of each other team's first rank is ahead."""
     offsets = {}
     for first in (team[0] for team in launch.teams()[1:]):
+        # Rank 0 exchanges messages with one rank at a time: others would disturb the round trip.
         if launch.rank in (0, first):
             _, offsets[str(first)] = _ping(0 if launch.rank else first)
     return None if launch.rank else offsets
@@ -333,13 +343,13 @@ def _examine_clocks(launch: Launch) -> dict[str, float] | None:
 def judge_clocks(answers: Answers, launch: Launch) -> list[Finding]:
     """Return hosts whose clocks differ from rank 0's."""
     offsets: dict[str, float] = answers[0]
-    apart = {int(rank): seconds for rank, seconds in offsets.items() if abs(seconds) > _APART}
+    apart = {int(rank): seconds for rank, seconds in offsets.items() if abs(seconds) > _MAX_CLOCK_OFFSET}
     text = ", ".join(f"{launch.hosts[rank]} (rank {rank}) {seconds:+.1f} s" for rank, seconds in apart.items())
     text = text and f"compared with {launch.hosts[0]}: {text}"
     advice = "Run an NTP client. Logs do not line up, and files that are newer seem older on shared disks."
     most = max(map(abs, offsets.values()), default=0.0)
-    fine = f"of {len(offsets) + 1} node(s), at most {most * 1e3:.1f} ms apart"
-    return [judged("clocks", text, advice, fine)]
+    ok_text = f"of {len(offsets) + 1} node(s), at most {most * 1e3:.1f} ms apart"
+    return [finding_for("clocks", text, advice, ok_text)]
 
 
-CLOCKS = Check(_examine_clocks, judge_clocks, together=True)
+CLOCKS = Check(_examine_clocks, judge_clocks, collective=True)

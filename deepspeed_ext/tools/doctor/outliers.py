@@ -30,7 +30,7 @@ from typing import TypeVar
 Pair = tuple[int, int]
 _Key = TypeVar("_Key", int, Pair)
 
-LEAST = 0.7  # share of the usual rate below which a player may be an outlier
+OUTLIER_RATIO = 0.7  # share of the usual rate below which a player may be an outlier
 _DEVIATIONS = 3
 _TO_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 _FASTER_PAIRS = 0.75
@@ -49,7 +49,7 @@ def tournament(teams: int, most: int | None = None) -> list[list[Pair]]:
     return [rounds[number * len(rounds) // chosen] for number in range(chosen)]
 
 
-def between(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
+def rounds_between(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
     """Return rounds between teams, in which rank i of a team meets rank i of another team."""
     return [
         [(min(x, y), max(x, y)) for a, b in pairs for x, y in zip(teams[a], teams[b], strict=False)]
@@ -57,7 +57,7 @@ def between(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
     ]
 
 
-def inside(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
+def rounds_inside(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
     """Return rounds within teams, in all teams at the same time."""
     of_teams = ([[(team[a], team[b]) for a, b in pairs] for pairs in tournament(len(team), most)] for team in teams)
     return [list(chain(*together)) for together in zip_longest(*of_teams, fillvalue=[])]
@@ -82,7 +82,7 @@ class Outliers:
     rates: Mapping[int, float]
 
 
-def find_outliers(rates: Mapping[Pair, float], least: float = LEAST) -> Outliers:
+def find_outliers(rates: Mapping[Pair, float], least: float = OUTLIER_RATIO) -> Outliers:
     """Return the slow players and pairs; see Note [Outliers]. Fewer than three players cannot be compared.
 
     Args:
@@ -90,10 +90,14 @@ def find_outliers(rates: Mapping[Pair, float], least: float = LEAST) -> Outliers
         least: share of the usual rate below which a rate may be an outlier.
     """
     meetings = Counter(player for pair in rates for player in pair)
-    speeds = {player: _upper([rate for pair, rate in rates.items() if player in pair]) for player in sorted(meetings)}
+    speeds = {
+        player: _upper_quartile([rate for pair, rate in rates.items() if player in pair])
+        for player in sorted(meetings)
+    }
     usual = statistics.median(speeds.values()) if speeds else 0.0
     if len(speeds) < 3:
         return Outliers(usual, {}, {}, (), speeds)
+    # Compare speeds with the median, and then pairs with the speeds of their own players.
     slow = _far_below(speeds, dict.fromkeys(speeds, usual), least)
     expected = {pair: min(speeds[player] for player in pair) for pair in rates}
     pairs = {pair: (rates[pair], expected[pair]) for pair in _far_below(rates, expected, least)}
@@ -116,6 +120,6 @@ def _far_below(rates: Mapping[_Key, float], expected: Mapping[_Key, float], leas
     return [key for key, distance in below.items() if distance > limit]
 
 
-def _upper(rates: list[float]) -> float:
+def _upper_quartile(rates: list[float]) -> float:
     """Return the upper quartile; for few rates, the largest."""
     return sorted(rates)[math.ceil(_FASTER_PAIRS * (len(rates) - 1))]

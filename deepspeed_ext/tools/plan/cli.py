@@ -17,14 +17,14 @@ from typing import Any
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.compression import FORMS
+from deepspeed_ext.planner.compression import COMPRESSIONS
 from deepspeed_ext.planner.memory import HostParameters, Model
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates, bytes_per_second
 from deepspeed_ext.strategy import GroupSizes, Placement
 from deepspeed_ext.tools.arguments import count, import_callable, new_file, number, sub_key
 from deepspeed_ext.tools.plan import page, report
 from deepspeed_ext.tools.plan.outer import plan_outer
-from deepspeed_ext.tools.plan.recorded import Cluster, Recorded
+from deepspeed_ext.tools.plan.recorded_training import Cluster, RecordedTraining
 from deepspeed_ext.tools.plan.saves import Saves, plan_saves
 from deepspeed_ext.tools.plan.what_if import WhatIf
 
@@ -32,10 +32,10 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOPS, FROZEN_FLOPS = 6, 4  # per parameter and token, forward and backward
 TERMINAL = Path("-")  # value of --json
 # Option, the option that it needs, and the reason.
-NEEDED = (
-    ("trainable", "params", "of a --model those count that require a gradient"),
-    ("largest_layer", "params", "of a --model it is counted"),
-    ("expert_params", "params", "of a --model those count that DeepSpeed has marked"),
+REQUIRED = (
+    ("trainable", "params", "of a --model, parameters that require a gradient are counted"),
+    ("largest_layer", "params", "of a --model, the largest module is found"),
+    ("expert_params", "params", "of a --model, parameters that DeepSpeed has marked are counted"),
     ("expert_params", "expert_parallel", ""),
     ("expert_parallel", "expert_params", ""),
     ("parameter_cache_gb", "offload_param", ""),
@@ -59,12 +59,12 @@ EXCLUSIVE = (
     ("outer", "offload_optimizer", "only the outer optimizer's own states can be in host memory"),
 )
 
-# Options that go with --from; those of ``_REPLACING`` replace recorded values of the cluster.
-_REPLACING = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps", "latency_us")
-WITH_RECORD = (*_REPLACING, "memory_gb", "accumulation", "overlap_updates", "json")
+# Options that go with --from; those of ``_CLUSTER_OPTIONS`` replace recorded values of the cluster.
+_CLUSTER_OPTIONS = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps", "latency_us")
+OPTIONS_WITH_FROM = (*_CLUSTER_OPTIONS, "memory_gb", "accumulation", "overlap_updates", "json")
 
 
-_SOME, _RANKS, _AMOUNT, _REST = number(count), number(int), number(float), number(float, zero=True)
+_COUNT, _WHOLE, _POSITIVE, _NON_NEGATIVE = number(count), number(int), number(float), number(float, zero=True)
 _SWITCH: Mapping[str, Any] = {"action": "store_true"}
 _Adder = Callable[..., argparse.Action]
 
@@ -85,56 +85,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     model = parser.add_argument_group("the model")
     either = _adder(model.add_mutually_exclusive_group(required=True))
-    either("--model", "PKG:FN", "makes the model; on the meta device it is free", str)
-    either("--params", "N", "its number of parameters instead, such as 7e9 or 7B", _SOME)
+    either("--model", "PKG:FN", "function that builds the model; on the meta device it takes no memory", str)
+    either("--params", "N", "number of parameters instead, such as 7e9 or 7B", _COUNT)
     either("--page", "FILE", "write a calculator as one HTML file, which needs no installation or options", new_file)
-    either("--from", "FILE", "report.json of your own script: predict it on other links, nodes, strategies", Path)
+    either("--from", "FILE", "report.json of your own training: predict it with other links, nodes, strategies", Path)
     _add_model(_adder(model))
-    _add_cluster(_adder(parser.add_argument_group("the cluster; under a launcher it is that of the launch")))
+    _add_cluster(_adder(parser.add_argument_group("the cluster; under a launcher, the launched ranks")))
     add = _adder(parser.add_argument_group("how often to save, if --mtbf-hours is given"))
     failures = "mean hours between failures of the whole job: those of one node, divided by the number of nodes"
-    add("--mtbf-hours", "H", f"{failures}; needs --disk-gbps, and --micro-step-seconds or --tokens", _AMOUNT)
-    add("--disk-gbps", "G", "10^9 bytes/s that a node writes to storage", _AMOUNT)
-    add("--shared-disk-gbps", "G", "10^9 bytes/s that all nodes write together (default: no limit)", _AMOUNT)
-    add("--restart-seconds", "S", "from a failure until training goes on, with the load (default: 0)", _REST)
-    add("--async-save", None, "checkpoint.async_save: training goes on while files are written")
+    add("--mtbf-hours", "H", f"{failures}; needs --disk-gbps, and --micro-step-seconds or --tokens", _POSITIVE)
+    add("--disk-gbps", "G", "10^9 bytes/s that a node writes to storage", _POSITIVE)
+    add("--shared-disk-gbps", "G", "10^9 bytes/s that all nodes write together (default: no limit)", _POSITIVE)
+    add(
+        "--restart-seconds",
+        "S",
+        "from a failure until training continues, including the load (default: 0)",
+        _NON_NEGATIVE,
+    )
+    add("--async-save", None, "checkpoint.async_save: training continues while files are written")
     add = _adder(parser.add_argument_group("output"))
     add("--json", "FILE", "write the plans; - for the terminal, instead of the table", new_file)
 
 
 def _add_model(add: _Adder) -> None:
     non_negative = number(count, zero=True)
-    add("--trainable", "N", "of these (default: all)", non_negative)
+    add("--trainable", "N", "trained parameters, with --params (default: all)", non_negative)
     add("--largest-layer", "N", "parameters of the largest module, with --params", non_negative)
-    add("--expert-params", "N", "of these in experts, with --params and --expert-parallel", _SOME)
-    add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _RANKS)
-    add("--dtype", None, "of parameters and gradients (default: bf16)", str, choices=BYTES)
-    add("--accumulation", "S", "micro-steps of a step (default: 1)", _RANKS)
-    add("--micro-step-seconds", "S", "of forward and backward, without communication (default: 0)", _REST)
+    add("--expert-params", "N", "parameters in experts, with --params and --expert-parallel", _COUNT)
+    add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _WHOLE)
+    add("--dtype", None, "dtype of parameters and gradients (default: bf16)", str, choices=BYTES)
+    add("--accumulation", "S", "micro-steps of a step (default: 1)", _WHOLE)
+    add(
+        "--micro-step-seconds",
+        "S",
+        "seconds of forward and backward, without communication (default: 0)",
+        _NON_NEGATIVE,
+    )
     flops = "6 FLOPs for each token and parameter, 4 for a frozen one"
-    add("--tokens", "N", f"of a micro-batch on a rank, for --micro-step-seconds: {flops}", _SOME)
-    add("--tflops", "T", "10^12 FLOPs/s that a rank reaches, with --tokens", _AMOUNT)
-    add("--overlap-updates", None, "paro_overlap_updates: with p = N, gather updates under the next forward")
+    add("--tokens", "N", f"tokens of a micro-batch on a rank, for --micro-step-seconds: {flops}", _COUNT)
+    add("--tflops", "T", "10^12 FLOPs/s that a rank reaches, with --tokens", _POSITIVE)
+    add("--overlap-updates", None, "paro_overlap_updates: with p = N, gather updates during the next forward")
     muon = "Muon trains the matrices that DeepSpeed chooses for it (with --params: all trained parameters)"
     seconds = "seconds that one rank would take to orthogonalize them all (default: 0)"
-    add("--muon", "S", f"{muon}; S: {seconds}", _REST, nargs="?", const=0.0)
+    add("--muon", "S", f"{muon}; S: {seconds}", _NON_NEGATIVE, nargs="?", const=0.0)
     outer = "with paro_outer_optimizer, for strategies with os = I: its steps, and other sub-keys"
     example, steps = "such as 30 bits=4 fragments=5 delay=2", partial(sub_key, alone="steps")
     add("--outer", ("H", "KEY=VALUE"), f"{outer}, {example}", steps, nargs="+")
     add("--offload-param", None, "offload_param: parameters in pinned host memory (p = I and G)")
-    add("--parameter-cache-gb", "G", "paro_parameter_cache_bytes, in 10^9 bytes: on each device as well", _REST)
+    add(
+        "--parameter-cache-gb", "G", "paro_parameter_cache_bytes, in 10^9 bytes: on each device as well", _NON_NEGATIVE
+    )
     add("--offload-optimizer", None, "optimizer states in host memory")
 
 
 def _add_cluster(add: _Adder) -> None:
-    add("--nodes", None, None, _RANKS)
-    add("--ranks-per-node", None, None, _RANKS)
-    add("--group-size", None, "paro_group_size (default: ranks per node)", _RANKS)
-    add("--intra-gbps", "G", "Gbit/s that a rank receives inside its node", _AMOUNT)
-    add("--inter-gbps", "G", "Gbit/s that a node receives from others", _AMOUNT)
-    add("--host-gbps", "G", "10^9 bytes/s that each rank of a node copies from its host at once, and back", _AMOUNT)
-    add("--latency-us", "U", "of a message between groups; 0 within (default: NCCL's rings and PAT)", _REST)
-    add("--memory-gb", "G", "10^9 bytes of a rank for model states", _AMOUNT)
+    add("--nodes", None, None, _WHOLE)
+    add("--ranks-per-node", None, None, _WHOLE)
+    add("--group-size", None, "paro_group_size (default: ranks per node)", _WHOLE)
+    add("--intra-gbps", "G", "Gbit/s that a rank receives inside its node", _POSITIVE)
+    add("--inter-gbps", "G", "Gbit/s that a node receives from others", _POSITIVE)
+    add("--host-gbps", "G", "10^9 bytes/s that each rank of a node copies from its host at once, and back", _POSITIVE)
+    add(
+        "--latency-us",
+        "U",
+        "latency of a message between groups; 0 within (default: NCCL's rings and PAT)",
+        _NON_NEGATIVE,
+    )
+    add("--memory-gb", "G", "10^9 bytes of a rank for model states", _POSITIVE)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -153,11 +170,11 @@ def run(arguments: argparse.Namespace) -> None:
         what_if = _what_if(arguments)
         _write(arguments.json, what_if.as_dict(), what_if.table)
         return
-    settings = _outer(arguments)
+    settings = _outer_settings(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    nodes, per_node = _nodes(arguments, launched)
+    nodes, per_node = _node_counts(arguments, launched)
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
-    model, saves = _model(arguments), _saves(arguments, per_node)
+    model, saves = _model(arguments), _save_settings(arguments, per_node)
     rates = _rates(arguments, sizes, per_node, launched)
     if not first_rank and launched:  # not earlier: all ranks must take part in measuring rates
         return
@@ -166,17 +183,18 @@ def run(arguments: argparse.Namespace) -> None:
 
         model = replace(model, streams=not get_accelerator().is_synchronized_device())
     budget = None if arguments.memory_gb is None else arguments.memory_gb * GIGA
+    # ``offload_param`` needs sharded parameters.
     allowed = lambda row: model.host is None or row.p != Placement.N  # noqa: E731
-    plans = [plan(sizes, model, rates, budget, [form], allowed) for form in FORMS]
+    plans = [plan(sizes, model, rates, budget, [form], allowed) for form in COMPRESSIONS]
     if saves is not None:
-        plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, FORMS, strict=True)]
+        plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, COMPRESSIONS, strict=True)]
     by_name = zip(("exact", "loco", "both"), plans, strict=True)
     document = {name: _document(planned, saves) for name, planned in by_name}
     table: Callable[[], str] = partial(report.table, plans, saves)
     if settings is not None:
         outer = plan_outer(sizes, model, rates, settings, budget)
         document["outer"] = outer.as_dict()
-        _add_key(document["outer"]["predictions"])
+        _add_saves_key(document["outer"]["predictions"])
         table = lambda: f"{report.table(plans, saves)}\n\n{report.outer_table(outer)}"  # noqa: E731
     _write(arguments.json, document, table)
 
@@ -195,8 +213,8 @@ def _what_if(arguments: argparse.Namespace) -> WhatIf:
     Raises:
         ValueError: the report cannot be used.
     """
-    recorded = Recorded.read(vars(arguments)["from"])
-    old, model = recorded.described.cluster, recorded.described.model
+    recorded = RecordedTraining.from_file(vars(arguments)["from"])
+    old, model = recorded.planner_input.cluster, recorded.planner_input.model
     per_node = arguments.ranks_per_node or old.ranks_per_node
     ranks = old.sizes.ranks
     if arguments.nodes or arguments.ranks_per_node:
@@ -217,11 +235,11 @@ def _document(planned: Plan, saves: Saves | None) -> dict[str, Any]:
     """Return a plan as plain values; ``saves`` is None if saves are not predicted."""
     document = planned.as_dict() | {"reason": report.reason(planned)}
     document["saves"] = None if saves is None else saves.as_dict()
-    _add_key([*document["predictions"], *document["plain"], *filter(None, [document["choice"]])])
+    _add_saves_key([*document["predictions"], *document["plain"], *filter(None, [document["choice"]])])
     return document
 
 
-def _add_key(rows: Sequence[dict[str, Any]]) -> None:
+def _add_saves_key(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         row.setdefault("saves", None)
 
@@ -233,23 +251,26 @@ def _check(arguments: argparse.Namespace) -> None:
     other_options = sorted(options - {"page"})
     if arguments.page and other_options:
         raise ValueError(
-            f"{_flag('page')} goes alone, the page has inputs of its own: leave out {_flag(other_options[0])}."
+            f"{_flag('page')} takes no other options, since the page has its own inputs: remove "
+            f"{_flag(other_options[0])}."
         )
     if "from" in options:
-        for option in sorted(options - {"from", *WITH_RECORD}):
-            raise ValueError(f"{_flag(option)} does not go with --from: only {', '.join(map(_flag, WITH_RECORD))} do.")
+        for option in sorted(options - {"from", *OPTIONS_WITH_FROM}):
+            raise ValueError(
+                f"{_flag(option)} cannot be combined with --from: only {', '.join(map(_flag, OPTIONS_WITH_FROM))} can."
+            )
         return
-    for option, needed, reason in NEEDED:
+    for option, needed, reason in REQUIRED:
         if option in options and needed not in options:
-            raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{reason and ': '}{reason}.")
+            raise ValueError(f"{_flag(option)} needs {_flag(needed)}{reason and ': '}{reason}.")
     for option, other, reason in EXCLUSIVE:
         if {option, other} <= options:
-            raise ValueError(f"{_flag(option)} does not go with {_flag(other)}: {reason}.")
+            raise ValueError(f"{_flag(option)} cannot be combined with {_flag(other)}: {reason}.")
     params, experts, trained = arguments.params, arguments.expert_params, arguments.trainable
     if experts is not None and experts >= params:
-        raise ValueError(f"--expert-params {experts} leaves nothing of --params {params}.")
+        raise ValueError(f"--expert-params {experts} must be less than --params {params}.")
     if trained is not None and trained > params:
-        raise ValueError(f"--trainable {trained} is more than --params {params}.")
+        raise ValueError(f"--trainable {trained} must be at most --params {params}.")
     if "mtbf_hours" in options and not arguments.micro_step_seconds and "tokens" not in options:
         raise ValueError("--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens.")
 
@@ -258,7 +279,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
+def _outer_settings(arguments: argparse.Namespace) -> OuterSettings | None:
     """Return the settings of --outer; None without it."""
     if arguments.outer is None:
         return None
@@ -269,7 +290,7 @@ def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
     return OuterSettings.parse(dict(arguments.outer), "--outer", "{where} {key}")
 
 
-def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
+def _save_settings(arguments: argparse.Namespace, per_node: int) -> Saves | None:
     """Return the storage and failure rate of a run; None without --mtbf-hours."""
     if arguments.mtbf_hours is None:
         return None
@@ -283,26 +304,26 @@ def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
     )
 
 
-def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
+def _node_counts(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
     """Return the number of nodes and of ranks per node."""
     requested = arguments.nodes, arguments.ranks_per_node
     if not launched:
         if None in requested:
-            raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which says how many there are).")
+            raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which sets them).")
         return requested
     ranks, per_node = int(os.environ["WORLD_SIZE"]), ranks_per_node() or arguments.ranks_per_node
     if per_node is None:
         raise ValueError(
-            f"the launcher started {ranks} ranks, and none of {', '.join(LOCAL_SIZE_VARIABLES)} says how many of them "
-            f"are on this node. Set --ranks-per-node."
+            f"the launcher started {ranks} ranks, and none of {', '.join(LOCAL_SIZE_VARIABLES)} gives the number "
+            f"on this node. Set --ranks-per-node."
         )
     if ranks % per_node:
-        raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, are no nodes of the same size.")
+        raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, do not form nodes of the same size.")
     actual = ranks // per_node, per_node
     if any(value not in (None, have) for value, have in zip(requested, actual, strict=True)):
         raise ValueError(
             f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {requested[0]} "
-            f"--ranks-per-node {requested[1]}: leave them out."
+            f"--ranks-per-node {requested[1]}: remove these options."
         )
     return actual
 
@@ -339,10 +360,10 @@ def _model(arguments: argparse.Namespace) -> Model:
         overlap_updates=arguments.overlap_updates,
         orthogonalizing=arguments.muon or 0.0,
     )
-    return _offloaded(model, arguments)
+    return _with_offload(model, arguments)
 
 
-def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
+def _with_offload(model: Model, arguments: argparse.Namespace) -> Model:
     """Return the model with its offloaded states, including those of experts."""
     offloaded = {"parameters": arguments.offload_param, "optimizer": arguments.offload_optimizer}
     no_bytes = {name: 0.0 for name, enabled in offloaded.items() if enabled}
@@ -360,8 +381,9 @@ def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:
     """Return the rates of the hops, from specifications or measured."""
     if arguments.inter_gbps is not None:
-        latencies = Latencies.of(sizes, per_node)
+        latencies = Latencies.for_groups(sizes, per_node)
         if arguments.latency_us is not None:
+            # The option sets the latency between groups; messages within groups then cost no latency.
             latencies = Latencies(inter=arguments.latency_us * MICRO)
         host = bytes_per_second(arguments.host_gbps)
         return Rates.of_links(sizes, per_node, arguments.intra_gbps, arguments.inter_gbps, latencies, host=host)

@@ -14,7 +14,7 @@ Note [Cost of outer steps]
     *Memory.* A rank holds the anchor of its elements in fp32, 4Ψ/m bytes, and outer weights and momentum of one row
     of k, 8Ψ/n. In 8 and 4 bits the reduction keeps its errors in 8 bits and scales, Ψ/m bytes. A fragment in flight
     takes a copy in fp32, and its errors exist twice until it is used. With a delay, the copy is of the entire
-    fragment, 1/F of the elements. Without a delay, the fragment is sent in pieces of at most ``MOST_AT_ONCE``
+    fragment, 1/F of the elements. Without a delay, the fragment is sent in pieces of at most ``MAX_TRANSFER_NUMEL``
     elements, one after the other, and the copy is of one piece.
 
     *Seconds.* Both hops of a fragment take t seconds. They overlap with the inner steps of the delay d, so F fragments
@@ -28,13 +28,21 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_ext.config.model import WITH_OUTER
-from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings, of_outer_steps
+from deepspeed_ext.config.model import OUTER_STRATEGIES
+from deepspeed_ext.config.settings import MAX_TRANSFER_NUMEL, OuterSettings, outer_step_settings
 from deepspeed_ext.planner.closed_form import BETWEEN
 from deepspeed_ext.planner.costs import Prediction, predict
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import BITS, Rates
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, Volume, redistribution_volume
+from deepspeed_ext.strategy import (
+    STRATEGIES,
+    GroupSizes,
+    Placement,
+    Strategy,
+    Volume,
+    hyphenated,
+    redistribution_volume,
+)
 
 _FP32 = 4  # bytes
 
@@ -95,14 +103,14 @@ class _Bits:
 
     change: float
     weight: float
-    kept: float = 0.0
+    error_feedback: float = 0.0
 
     @classmethod
-    def of(cls, settings: OuterSettings, groups: int) -> "_Bits":
+    def for_settings(cls, settings: OuterSettings, groups: int) -> "_Bits":
         if settings.bits >= 16:
             return cls(settings.bits, settings.bits)
-        changes, weights = of_outer_steps(settings.bits)
-        return cls(changes.wire_bits, weights.wire_bits, changes.kept_bits if groups > 1 else 0.0)
+        changes, weights = outer_step_settings(settings.bits)
+        return cls(changes.wire_bits, weights.wire_bits, changes.error_feedback_bits if groups > 1 else 0.0)
 
 
 def predict_outer(
@@ -111,7 +119,7 @@ def predict_outer(
     """Predict the cost of a strategy with an outer optimizer.
 
     Args:
-        strategy: one of ``WITH_OUTER``.
+        strategy: one of ``OUTER_STRATEGIES``.
         sizes: ranks and groups.
         model: the model to train, without experts.
         rates: rates of the hops.
@@ -120,23 +128,24 @@ def predict_outer(
     Raises:
         ValueError: the strategy's optimizer states are not sharded inside a group, or the model has experts.
     """
-    if strategy.name not in WITH_OUTER:
-        raise ValueError(f"an outer optimizer needs one of {', '.join(WITH_OUTER)}, got {strategy.name}.")
+    if strategy.name not in OUTER_STRATEGIES:
+        raise ValueError(f"an outer optimizer needs one of {hyphenated(OUTER_STRATEGIES)}, got {strategy}.")
     if model.experts:
         raise ValueError(
-            "an outer optimizer takes no experts of expert parallelism, since ranks with the same ones may be in one "
-            "group alone."
+            "an outer optimizer does not support expert parallelism, since all ranks with the same experts may be in "
+            "one group."
         )
+    # Inner steps send nothing between groups, so each group is a world of its own.
     one_group = GroupSizes(sizes.group_size, sizes.group_size)
     inner = predict(strategy, one_group, model, rates)
-    elements, bits = model.states.gradients / model.gradient_bytes, _Bits.of(settings, sizes.groups)
+    elements, bits = model.states.gradients / model.gradient_bytes, _Bits.for_settings(settings, sizes.groups)
     outer_bytes, host, transfer = _memory(elements, bits, sizes, settings)
     change_bytes, weight_bytes = (
         redistribution_volume(sizes, Placement.I, Placement.G, elements * wire / BITS).inter
         for wire in (bits.change, bits.weight)
     )
     parts = settings.fragments
-    messages = max(1, math.ceil(elements / sizes.shards(Placement.I) / parts / MOST_AT_ONCE))
+    messages = max(1, math.ceil(elements / sizes.shards(Placement.I) / parts / MAX_TRANSFER_NUMEL))
     reduce, gather = rates.reduce.inter, rates.gather.inter
     seconds = reduce.seconds(change_bytes / parts, messages) + gather.seconds(weight_bytes / parts, messages)
     exposed = parts * max(0.0, seconds - settings.delay * inner.total_seconds)
@@ -154,9 +163,9 @@ def predict_outer(
 def _memory(elements: float, bits: _Bits, sizes: GroupSizes, settings: OuterSettings) -> tuple[float, float, float]:
     """Return the outer optimizer's bytes on the device and on the host, and the bytes of a transfer."""
     shard, row = elements / sizes.shards(Placement.I), elements / sizes.shards(Placement.G)
-    states, errors = _FP32 * (shard + 2 * row), bits.kept / BITS * shard
+    states, errors = _FP32 * (shard + 2 * row), bits.error_feedback / BITS * shard
     fragment = shard / settings.fragments
-    copied = fragment if settings.delay else min(fragment, MOST_AT_ONCE)
+    copied = fragment if settings.delay else min(fragment, MAX_TRANSFER_NUMEL)
     transfer = _FP32 * copied + errors / settings.fragments
     if settings.offload == "cpu":
         return errors, states, transfer
@@ -172,6 +181,6 @@ def plan_outer(
         sizes, model, rates, settings: see ``predict_outer``, also for its errors.
         budget: bytes on each rank; None for no limit.
     """
-    rows = [predict_outer(STRATEGIES[name], sizes, model, rates, settings) for name in WITH_OUTER]
+    rows = [predict_outer(STRATEGIES[name], sizes, model, rates, settings) for name in OUTER_STRATEGIES]
     rows.sort(key=lambda row: (row.average.total_seconds, row.average.total_memory))
     return OuterPlan(settings, budget, tuple(rows))

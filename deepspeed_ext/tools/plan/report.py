@@ -10,9 +10,9 @@ from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.closed_form import BETWEEN, COMPUTE, HOST, UPDATE, WITHIN
 from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.rates import GIGA, Rate
-from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from deepspeed_ext.tools.plan.outer import OuterPlan
-from deepspeed_ext.tools.plan.saves import SavedPrediction, Saves, figure
+from deepspeed_ext.tools.plan.saves import PredictionWithSaves, Saves, format_figure
 
 EXACT = "exact"
 _INFINITE = float("inf")
@@ -34,7 +34,7 @@ _COLUMNS: Sequence[_Column] = (
     ("GB: p", 8, _gb("memory.parameters")),
     ("g", 8, _gb("memory.gradients")),
     ("os", 8, _gb("memory.optimizer")),
-    ("besides", 9, _gb("transient")),
+    ("other", 9, _gb("transient")),
     ("sum", 8, _gb("total_memory")),
     ("GB in group", 13, _gb("volume.intra")),
     ("between", 9, _gb("volume.inter")),
@@ -52,21 +52,21 @@ _HOST_COLUMNS: Sequence[_Column] = (
     ("busy", 8, _seconds("busy", HOST)),
 )
 _SAVE_COLUMNS: Sequence[_Column] = (
-    ("save, s: sync", 15, lambda row: figure(row.saves.synchronous.held)),
-    ("async", 8, lambda row: figure(row.saves.asynchronous.held)),
-    ("every: s", 11, lambda row: figure(row.saves.schedule.seconds)),
+    ("save, s: sync", 15, lambda row: format_figure(row.saves.synchronous.held)),
+    ("async", 8, lambda row: format_figure(row.saves.asynchronous.held)),
+    ("every: s", 11, lambda row: format_figure(row.saves.schedule.seconds)),
     ("steps", 9, lambda row: str(row.saves.schedule.steps)),
     ("lost %", 8, lambda row: f"{100 * row.saves.schedule.lost:.2f}"),
 )
 _OUTER_COLUMNS: Sequence[_Column] = (
     ("outer: GB held", 16, _gb("held")),
-    ("on its way", 12, _gb("transfer")),
+    ("in flight", 12, _gb("transfer")),
     ("between", 9, _gb("received")),
     ("s: exposed", 12, _seconds("exposed")),
     ("busy", 8, _seconds("busy")),
 )
 CHANGES_TRAINING = (
-    "An outer optimizer changes the training, so none of these is a choice: see deepspeed_ext/zero/outer_optimizer.md"
+    "An outer optimizer changes the training, so none of these is chosen automatically: see deepspeed_ext/zero/outer_optimizer.md"
 )
 
 
@@ -85,20 +85,26 @@ def table(plans: Sequence[Plan], saves: Saves | None = None) -> str:
     first = plans[0]
     rows = [(row, plan) for plan in plans for row in plan.predictions] + [(row, first) for row in first.plain]
     rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
-    width = max(len(row.name) for row, _ in rows)
+    width = max(len(hyphenate(row.name)) for row, _ in rows)
     columns = [*(_HOST_COLUMNS if any(row.host for row, _ in rows) else ()), *(_SAVE_COLUMNS if saves else ())]
-    lines = [*_notes(first, saves), *(f"  {line}" for line in rates(first)), "", _titles(width, columns)]
+    lines = [*_note_lines(first, saves), *(f"  {line}" for line in rate_lines(first)), "", _titles(width, columns)]
     for row, plan in rows:
         mark = "  <-- choice" if row is plan.choice else "" if plan.fits(row) else _TOO_LARGE
         lines.append(_line(row, width, _cells(row, columns), mark))
-    lines += ["", *(f"{_form(plan)}, {reason(plan)}" if _form(plan) != EXACT else reason(plan) for plan in plans)]
+    lines += [
+        "",
+        *(
+            f"{_compression_clause(plan)}, {reason(plan)}" if _compression_clause(plan) != EXACT else reason(plan)
+            for plan in plans
+        ),
+    ]
     return "\n".join(lines)
 
 
 def reason(plan: Plan) -> str:
     """Return the reason for the choice, and its interval between saves."""
     chosen = plan.choice
-    return f"{plan.reason}; {chosen.saves.reason}" if isinstance(chosen, SavedPrediction) else plan.reason
+    return f"{plan.reason}; {chosen.saves.reason}" if isinstance(chosen, PredictionWithSaves) else plan.reason
 
 
 def outer_table(plan: OuterPlan) -> str:
@@ -107,13 +113,13 @@ def outer_table(plan: OuterPlan) -> str:
     A row has the columns of ``table`` for an average step; then the bytes that the outer optimizer holds, has in
     flight, and receives from other groups in an outer step, and the exposed and busy seconds of an outer step.
     """
-    settings, width = plan.settings, max(len(row.average.name) for row in plan.predictions)
+    settings, width = plan.settings, max(len(hyphenate(row.average.name)) for row in plan.predictions)
     parts = "" if settings.fragments == 1 else f", in {settings.fragments} fragments"
     hidden = f", with a delay of {settings.delay}" if settings.delay else ""
-    kept = ", kept on the host" if settings.offload == "cpu" else ""
+    offloaded = ", kept on the host" if settings.offload == "cpu" else ""
     lines = [
-        f"with an outer step every {settings.steps} steps, in {settings.bits} bits{parts}{hidden}{kept}; without the "
-        f"steps of a warm-up",
+        f"with an outer step every {settings.steps} steps, in {settings.bits} bits{parts}{hidden}{offloaded}; "
+        f"without the steps of a warm-up",
         CHANGES_TRAINING,
         "",
         _titles(width, _OUTER_COLUMNS),
@@ -123,22 +129,22 @@ def outer_table(plan: OuterPlan) -> str:
     return "\n".join(lines)
 
 
-def _form(plan: Plan) -> str:
+def _compression_clause(plan: Plan) -> str:
     """Return a clause on the compression."""
     first = plan.predictions[0]
     few_bits = [name for name, on in (("LoCo", first.loco), ("updates in few bits", first.updates)) if on]
     return f"with {' and '.join(few_bits)}" if few_bits else EXACT
 
 
-def _notes(plan: Plan, saves: Saves | None) -> Iterator[str]:
+def _note_lines(plan: Plan, saves: Saves | None) -> Iterator[str]:
     """Yield lines on the cluster and on assumptions."""
     n, m, k = plan.sizes.ranks, plan.sizes.group_size, plan.sizes.groups
     limit = "no limit" if plan.budget is None else f"{plan.budget / GIGA:g} GB"
     yield f"{n} ranks in {k} group(s) of {m}, {plan.model.accumulation} micro-step(s) a step, a rank's memory: {limit}"
     if not plan.model.compute:
-        yield "compute is taken as 0 s, so it hides no communication: give --micro-step-seconds"
+        yield "compute is assumed to take 0 s, so no communication is hidden: give --micro-step-seconds"
     if (plan.model.host is not None or saves is not None) and plan.rates.host == _INFINITE:
-        yield "copies from and to the host are taken as 0 s: give --host-gbps"
+        yield "copies from and to the host are assumed to take 0 s: give --host-gbps"
     if saves is not None:
         together = "" if saves.shared == _INFINITE else f", and all nodes together {saves.shared / GIGA:.3g}"
         kind = "asynchronous" if saves.asynchronous else "synchronous"
@@ -148,7 +154,7 @@ def _notes(plan: Plan, saves: Saves | None) -> Iterator[str]:
         )
 
 
-def rates(plan: Plan) -> list[str]:
+def rate_lines(plan: Plan) -> list[str]:
     """Return a line for each direction of hops, and for memory and copies if their rates are known."""
     lines = []
     for kind, hops in (("all-gather", plan.rates.gather), ("reduce-scatter", plan.rates.reduce)):
@@ -162,7 +168,7 @@ def rates(plan: Plan) -> list[str]:
 
 def _rate(rate: Rate) -> str:
     if rate.bandwidth == _INFINITE:
-        return "nothing to move"
+        return "no data to send"
     return f"{rate.bandwidth / GIGA:.3g} GB/s a rank + {rate.latency * 1e6:.3g} us"
 
 
@@ -178,4 +184,4 @@ def _cells(row: Any, columns: Sequence[_Column]) -> str:
 def _line(row: Prediction, width: int, more: str, mark: str) -> str:
     """Return a row of the table; ``more``: further cells."""
     known_as = "plain" if row.plain else STRATEGIES[row.strategy].known_as
-    return f"{row.name:<{width}}{_cells(row, _COLUMNS)}{more}  {known_as}{mark}"
+    return f"{hyphenate(row.name):<{width}}{_cells(row, _COLUMNS)}{more}  {known_as}{mark}"

@@ -68,7 +68,7 @@ from typing import Any, NamedTuple
 
 from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.closed_form import UPDATE
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
@@ -170,7 +170,7 @@ class Files(NamedTuple):
         return self.ranks * self.each
 
 
-class Contents(NamedTuple):
+class SaveFiles(NamedTuple):
     """The files of one save: of weights, of optimizer states, and of errors."""
 
     weights: tuple[Files, ...]
@@ -182,7 +182,7 @@ class Contents(NamedTuple):
         return (*self.weights, self.states, self.errors)
 
     @classmethod
-    def of(cls, strategy: Strategy, families: Sequence[Family]) -> "Contents":
+    def for_strategy(cls, strategy: Strategy, families: Sequence[Family]) -> "SaveFiles":
         """Return the files of a strategy; see Note [Cost of a save].
 
         Args:
@@ -194,6 +194,7 @@ class Contents(NamedTuple):
             ranks // family.sizes.ranks for family in families
         ]  # ranks that hold a complete family together
         writers = ranks
+        # As many first ranks write as have all states of each family together.
         if strategy.os != Placement.G:
             writers = math.lcm(families[0].sizes.shards(strategy.os), *rank_counts)
         states = sum(family.states.optimizer / family.sizes.shards(strategy.os) for family in families)
@@ -227,7 +228,7 @@ class Schedule:
     lost: float
 
     @classmethod
-    def of(cls, held: float, lasts: float, step: float, saves: Saves) -> "Schedule":
+    def best(cls, held: float, lasts: float, step: float, saves: Saves) -> "Schedule":
         """Return the best schedule for a save, if a step of training takes ``step`` seconds.
 
         Raises:
@@ -235,6 +236,7 @@ class Schedule:
         """
         if not step > 0:
             raise ValueError(f"how often to save needs the seconds of a step, which are predicted as {step:g}.")
+        # T + C >= L: the next save waits until the last save is good.
         steps = max(1, round(daly(held, saves.mtbf) / step), math.ceil((lasts - held) / step))
         lost = share_lost(steps * step, held, lasts, saves.mtbf, saves.restart)
         return cls(held, lasts, steps, steps * step, young(held, saves.mtbf), lost)
@@ -267,61 +269,70 @@ class SavePrediction:
     def reason(self) -> str:
         """Return a clause on the interval between saves, and the costs of both kinds."""
         now = self.schedule
-        others = {"synchronous": self.synchronous, "asynchronous": self.asynchronous}
-        other, then = next((name, schedule) for name, schedule in others.items() if name != self.kind)
+        schedules = {"synchronous": self.synchronous, "asynchronous": self.asynchronous}
+        other, then = next((name, schedule) for name, schedule in schedules.items() if name != self.kind)
         return (
-            f"save every {now.steps} steps ({figure(now.seconds)} s): {self.kind} saves hold training up for "
-            f"{figure(now.held)} s and take {figure(now.lasts)} s, and {now.lost:.2%} of the time is lost; {other} "
-            f"ones hold it up for {figure(then.held)} s, and lose {then.lost:.2%} at every {then.steps} steps"
+            f"save every {now.steps} steps ({format_figure(now.seconds)} s): {self.kind} saves block training for "
+            f"{format_figure(now.held)} s and take {format_figure(now.lasts)} s, and {now.lost:.2%} of the time is "
+            f"lost; {other} saves every {then.steps} steps would block it for {format_figure(then.held)} s, and lose "
+            f"{then.lost:.2%}"
         )
 
 
 @dataclass(frozen=True)
-class SavedPrediction(Prediction):
+class PredictionWithSaves(Prediction):
     """A prediction with the cost of saves; ``host`` includes their pinned memory."""
 
     saves: SavePrediction = field(kw_only=True)
 
 
-def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
-    """Return a plan whose predictions include saves; ``sent``: the compression of its strategies.
+def plan_saves(plan: Plan, saves: Saves, compression: Compression) -> Plan:
+    """Return a plan whose predictions include saves; ``compression``: the compression of its strategies.
 
     Raises:
-        ValueError: see ``Schedule.of``.
+        ValueError: see ``Schedule.best``.
     """
 
-    def of(row: Prediction) -> SavedPrediction:
-        return predict_saves(saves, row, plan.sizes, plan.model, plan.rates, AS_IT_IS if row.plain else sent)
+    def with_saves(row: Prediction) -> PredictionWithSaves:
+        return predict_saves(
+            saves, row, plan.sizes, plan.model, plan.rates, UNCOMPRESSED if row.plain else compression
+        )
 
-    predictions = tuple(map(of, plan.predictions))
+    predictions = tuple(map(with_saves, plan.predictions))
     choice = None if plan.choice is None else predictions[plan.predictions.index(plan.choice)]
-    return replace(plan, predictions=predictions, choice=choice, plain=tuple(map(of, plan.plain)))
+    return replace(plan, predictions=predictions, choice=choice, plain=tuple(map(with_saves, plan.plain)))
 
 
 def predict_saves(
-    saves: Saves, row: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
-) -> SavedPrediction:
+    saves: Saves,
+    row: Prediction,
+    sizes: GroupSizes,
+    model: Model,
+    rates: Rates,
+    compression: Compression = UNCOMPRESSED,
+) -> PredictionWithSaves:
     """Add the cost of saves to a prediction; see Note [Cost of a save].
 
     Args:
         saves: storage and failure rate.
         row: prediction for a strategy, or for a plain stage, whose partitions are in DeepSpeed's order.
-        sizes, model, rates, sent: inputs of the prediction.
+        sizes, model, rates, compression: inputs of the prediction.
 
     Raises:
-        ValueError: see ``Schedule.of``.
+        ValueError: see ``Schedule.best``.
     """
     strategy, step = STRATEGIES[row.strategy], row.total_seconds
     families = [
-        Family(ranks, part.states, sent.saved_bytes(strategy, ranks, part.trainable))
+        Family(ranks, part.states, compression.error_bytes(strategy, ranks, part.trainable))
         for ranks, part in model.families(sizes)
     ]
-    files = Contents.of(strategy, families)
+    files = SaveFiles.for_strategy(strategy, families)
     of_first = sum(file.each for file in files.all)
     of_states = files.states.each / rates.host if (model.held or model.states).optimizer else 0.0  # not offloaded
     waits = (of_first - files.states.each) / rates.host  # for weights and errors
     writing = saves.writing(files.all)
-    at_once = (0.0 if row.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
+    # Plain stages are in DeepSpeed's order already.
+    at_once = (0.0 if row.plain else _reorder_seconds(strategy, families, rates)) + waits + of_states + writing
     # Optimizer states are copied during forward and backward, which is the step without its update.
     overlapped = min(of_states, step - row.seconds[UPDATE])
     blocked = waits + of_states - overlapped
@@ -330,21 +341,21 @@ def predict_saves(
         sum(file.total for file in files.all),
         of_first if saves.asynchronous else 0.0,
         "asynchronous" if saves.asynchronous else "synchronous",
-        Schedule.of(at_once, at_once, step, saves),
-        Schedule.of(blocked, blocked + overlapped + writing, step, saves),
+        Schedule.best(at_once, at_once, step, saves),
+        Schedule.best(blocked, blocked + overlapped + writing, step, saves),
     )
     fields_of_row = {field.name: getattr(row, field.name) for field in fields(row)}
-    return SavedPrediction(**fields_of_row | {"host": row.host + save_prediction.pinned}, saves=save_prediction)
+    return PredictionWithSaves(**fields_of_row | {"host": row.host + save_prediction.pinned}, saves=save_prediction)
 
 
-def figure(value: float) -> str:
+def format_figure(value: float) -> str:
     """Return seconds or steps with three digits, or all digits of a larger integer part."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def _crossing(strategy: Strategy, families: Sequence[Family], rates: Rates) -> float:
+def _reorder_seconds(strategy: Strategy, families: Sequence[Family], rates: Rates) -> float:
     """Return the seconds for restoring DeepSpeed's order of partitions with stripes."""
     if strategy.p != Placement.N or strategy.os == Placement.N:
         return 0.0
-    there_and_back = sum((strategy.exchange(part.sizes, part.states.optimizer) for part in families), Volume())
-    return rates.gather.seconds(there_and_back * 0.5)
+    exchanged = sum((strategy.exchange(part.sizes, part.states.optimizer) for part in families), Volume())
+    return rates.gather.seconds(exchanged * 0.5)

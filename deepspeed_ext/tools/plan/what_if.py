@@ -9,17 +9,17 @@ from typing import Any
 
 from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, best
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import GIGA
-from deepspeed_ext.strategy import STRATEGIES
-from deepspeed_ext.tools.plan.recorded import Cluster, Recorded
+from deepspeed_ext.strategy import STRATEGIES, hyphenate
+from deepspeed_ext.tools.plan.recorded_training import Cluster, RecordedTraining
 
 Bits = tuple[int | str | None, int | str | None]  # of gradients, and of updates, between groups; None for all bits
 ALL: Bits = (None, None)
 _FORMS = (
-    AS_IT_IS,
+    UNCOMPRESSED,
     *(Compression(LocoSettings(bits=bits)) for bits in (8, 4)),
     *(Compression(LocoSettings(bits=bits), UpdateSettings(bits=bits)) for bits in (8, 4)),
 )
@@ -44,7 +44,7 @@ class Row:
     def figures(self) -> str:
         """Return a clause with the seconds and the memory."""
         memory = self.prediction.total_memory / GIGA
-        return f"{self.name} would take {self.seconds:.3g} s a step ({memory:.3g} GB on each rank)"
+        return f"{hyphenate(self.name)} would take {self.seconds:.3g} s a step ({memory:.3g} GB on each rank)"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -62,7 +62,7 @@ class WhatIf:
         budget: bytes that a rank has for model states; None for no limit.
     """
 
-    recorded: Recorded
+    recorded: RecordedTraining
     cluster: Cluster
     model: Model
     budget: float | None = None
@@ -70,7 +70,7 @@ class WhatIf:
     @cached_property
     def rows(self) -> list[Row]:
         """Return predictions of all strategies in all forms, and of the plain stages; the fastest first."""
-        running = self.recorded.described.sent
+        running = self.recorded.planner_input.sent
         forms = [form for form in _FORMS if _bits(form) != _bits(running)] + [running]
         rows = [self._row(name, form) for form in forms for name, row in STRATEGIES.items() if form.allows(row)]
         rows += [] if self.model.all_matrices else [self._row(stage) for stage in PLAIN.values()]
@@ -79,11 +79,11 @@ class WhatIf:
     @cached_property
     def now(self) -> Row:
         """Return the prediction of the running strategy on this cluster."""
-        return self._row(self.recorded.described.name, self.recorded.described.sent)
+        return self._row(self.recorded.planner_input.name, self.recorded.planner_input.sent)
 
-    def _row(self, name: str, sent: Compression = AS_IT_IS) -> Row:
+    def _row(self, name: str, sent: Compression = UNCOMPRESSED) -> Row:
         prediction = self.recorded.predict(name, self.cluster, self.model, sent)
-        return Row(prediction, prediction.total_seconds + self.recorded.unexplained, _bits(sent))
+        return Row(prediction, prediction.total_seconds + self.recorded.unexplained_seconds, _bits(sent))
 
     def fits(self, row: Row) -> bool:
         """Return whether a rank has enough memory."""
@@ -95,8 +95,8 @@ class WhatIf:
             "ranks": self.cluster.sizes.ranks,
             "group_size": self.cluster.sizes.group_size,
             "accumulation": self.model.accumulation,
-            "recorded": {"seconds": self.recorded.step, "predicted": self.recorded.predicted},
-            "unexplained": self.recorded.unexplained,
+            "recorded": {"seconds": self.recorded.step, "predicted": self.recorded.predicted_seconds},
+            "unexplained": self.recorded.unexplained_seconds,
             "now": self.now.as_dict(),
             "rows": [row.as_dict() | {"fits": self.fits(row)} for row in self.rows],
             "sentence": self.sentence,
@@ -105,10 +105,10 @@ class WhatIf:
     @property
     def sentence(self) -> str:
         """Return a sentence on the fastest strategies, and the time of the running one."""
-        name, described = self.now.name, self.recorded.described
-        took = f"{self.recorded.step:.3g} s (predicted: {self.recorded.predicted:.3g} s)"
+        name, planner_input = hyphenate(self.now.name), self.recorded.planner_input
+        took = f"{self.recorded.step:.3g} s (predicted: {self.recorded.predicted_seconds:.3g} s)"
         now = f"now {name} takes {took}"
-        if (self.cluster, self.model) != (described.cluster, described.model):
+        if (self.cluster, self.model) != (planner_input.cluster, planner_input.model):
             now = f"{name}, as now, would take {self.now.seconds:.3g} s; where it was recorded, it takes {took}"
         fitting = [row for row in self.rows if self.fits(row)]
         if not fitting:
@@ -123,6 +123,7 @@ class WhatIf:
         return f"On this script, {gain}; {now}."
 
     def _best(self, rows: Sequence[Row]) -> Row:
+        # If no exact strategy fits, the running one takes its place.
         return best(rows or [self.now], lambda row: row.seconds, lambda row: row.prediction.total_memory)
 
     def table(self) -> str:
@@ -135,9 +136,9 @@ class WhatIf:
         lines = [
             f"{sizes.ranks} ranks in {sizes.groups} group(s) of {sizes.group_size}; as in the report, "
             f"{model.accumulation} micro-batch(es) of {model.compute:.3g} s of compute in a step,",
-            f"and {self.recorded.unexplained:.3g} s of the host, in every row, that nothing explains. Seconds by bits "
-            "of gradients (g) and updates (u)",
-            "between groups; GB that a rank holds and receives from other groups without these",
+            f"and {self.recorded.unexplained_seconds:.3g} s of unexplained host time in every row. Seconds by bits of "
+            "gradients (g) and updates (u)",
+            "between groups; GB that a rank holds and receives from other groups without compression",
             "",
             f"{'':<11}{''.join(f'{_title(bits):>10}' for bits in columns)}{'held':>10}{'received':>10}",
         ]
@@ -147,8 +148,9 @@ class WhatIf:
         row = rows.get(ALL, next(iter(rows.values())))
         cells = [f"{rows[bits].seconds:.3g}" if bits in rows else "" for bits in columns]
         cells += [f"{nbytes / GIGA:.3g}" for nbytes in (row.prediction.total_memory, row.prediction.volume.inter)]
-        now = "  <-- now" if name == self.recorded.described.name else ""
-        return f"{name:<11}{''.join(f'{cell:>10}' for cell in cells)}{now}{'' if self.fits(row) else '  (too large)'}"
+        mark = "  <-- now" if name == self.recorded.planner_input.name else ""
+        mark += "" if self.fits(row) else "  (too large)"
+        return f"{hyphenate(name):<11}{''.join(f'{cell:>10}' for cell in cells)}{mark}"
 
 
 def _bits(sent: Compression) -> Bits:

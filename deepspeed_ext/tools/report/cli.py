@@ -12,15 +12,19 @@ from pathlib import Path
 from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 
 NAME = "report"
-_USUAL = ReportSettings()
+_DEFAULTS = ReportSettings()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``, without importing DeepSpeed yet."""
-    parser.add_argument("--folder", default=_USUAL.folder, help="where the report goes (default: %(default)s)")
-    parser.add_argument("--after", type=int, default=_USUAL.after, help="steps of warm-up (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=_USUAL.steps, help="that are recorded (default: %(default)s)")
-    parser.add_argument("--no-probe", dest="probe", action="store_false", help="measure no links, and predict nothing")
+    parser.add_argument("--folder", default=_DEFAULTS.folder, help="folder of the report (default: %(default)s)")
+    parser.add_argument(
+        "--after", type=int, default=_DEFAULTS.after, help="optimizer steps of warm-up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=_DEFAULTS.steps, help="optimizer steps to record (default: %(default)s)"
+    )
+    parser.add_argument("--no-probe", dest="probe", action="store_false", help="do not measure links or predict")
     parser.epilog = "The script, with its arguments, comes after --."
 
 
@@ -39,7 +43,7 @@ def prepare(arguments: argparse.Namespace, command: Sequence[str], local_rank: s
         script = command[0] if command else "nothing"
         raise ValueError(
             f"report runs a script, as in: torchrun ... -m deepspeed_ext report -- script.py --its-arguments; got "
-            f"{script!r}, which is no file."
+            f"{script!r}, which is not a file."
         )
     names = ("folder", "after", "steps", "probe")
     settings = ReportSettings.parse({name: getattr(arguments, name) for name in names}, "report")

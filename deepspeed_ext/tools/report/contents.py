@@ -29,25 +29,31 @@ from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.compression import FORMS, Compression
+from deepspeed_ext.planner.compression import COMPRESSIONS, Compression
 from deepspeed_ext.planner.costs import Prediction
-from deepspeed_ext.planner.described import compression_of, describe_engine, dtype_of, measured_rates, same_everywhere
+from deepspeed_ext.planner.engine_model import (
+    configured_compression,
+    describe_engine,
+    gradient_dtype,
+    max_over_ranks,
+    measure_rates,
+)
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, StateBytes
 from deepspeed_ext.tools.clocks import device_name
-from deepspeed_ext.tools.plan import recorded
-from deepspeed_ext.tools.report import flat, measures, page
+from deepspeed_ext.tools.plan import recorded_training
+from deepspeed_ext.tools.report import flat_collectives, measures, page
 from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, Step
 from deepspeed_ext.version import __version__
 
 FORMAT = 1
 _STAGES = ("training without ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-_SAME = 1e-6  # relative difference of predicted seconds that count as equal
+_EQUAL_SECONDS = 1e-6  # relative difference of predicted seconds that count as equal
 
 
-def make(
-    engine: Engine, steps: Sequence[Step], undisturbed: Sequence[float], held: StateBytes, probes: bool
+def build_report(
+    engine: Engine, steps: Sequence[Step], undisturbed: Sequence[float], state_bytes: StateBytes, probes: bool
 ) -> dict[str, Any] | None:
     """Return the report on rank 0, None on other ranks. Collective over all ranks.
 
@@ -55,22 +61,22 @@ def make(
         engine: the recorded engine.
         steps: recorded steps of this rank.
         undisturbed: seconds of steps before and after them.
-        held: bytes of model states on this rank.
+        state_bytes: bytes of model states on this rank.
         probes: whether to measure the links and predict.
     """
     summary = measures.summary(steps)
-    summary["held"] = [held.parameters, held.gradients, held.optimizer]
+    summary["held"] = [state_bytes.parameters, state_bytes.gradients, state_bytes.optimizer]
     ranks = _rows_of_ranks(summary)
     # The slowest rank waits least, since the other ranks wait for it.
     slowest = min(ranks, key=lambda row: row["waiting"])["rank"]
     fastest = max(ranks, key=lambda row: row["waiting"])["rank"]
-    step = measures.middle(steps)
-    timelines = [_timeline(which, rank, ranks, step) for which, rank in (("slowest", slowest), ("fastest", fastest))]
+    step = measures.median_step(steps)
+    timelines = [_timeline(role, rank, ranks, step) for role, rank in (("slowest", slowest), ("fastest", fastest))]
     measured = json.loads(broadcast_text(json.dumps(summary), slowest))
     sizes, predictions, problems = _predict(engine, measured["parts"][measures.COMPUTE], probes)
     if dist.get_rank() != 0:  # no collectives after this line: they would hang
         return None
-    now, described = (None, None) if predictions is None else (predictions.now, predictions.described)
+    now, planner_input = (None, None) if predictions is None else (predictions.now, predictions.planner_input)
     usual = median(undisturbed) if undisturbed else None
     predicted = {} if now is None else {**now.seconds, measures.OTHER: now.seconds["host"]}
     report = {
@@ -87,14 +93,14 @@ def make(
             {"part": part, "seconds": measured["parts"][part], "predicted": predicted.get(part)}
             for part in measures.PARTS
         ],
-        "hops": [{**row, **_predicted_of_hop(row["hop"], predictions)} for row in measured["hops"]],
+        "hops": [{**row, **_hop_prediction(row["hop"], predictions)} for row in measured["hops"]],
         "operations": measured["operations"],
         "modules": measured["modules"],
         "memory": _memory(measured["held"], now),
         "ranks": ranks,
         "timelines": timelines if slowest != fastest else timelines[:1],
         "choices": [] if predictions is None else predictions.choices(),
-        recorded.KEY: None if described is None else described.as_dict(),
+        recorded_training.KEY: None if planner_input is None else planner_input.as_dict(),
         "findings": [],
     }
     report["findings"] = page.findings(report) + problems
@@ -114,18 +120,18 @@ def _rows_of_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(text) for text in all_gather_texts(json.dumps(row))]
 
 
-def _timeline(which: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step) -> dict[str, Any]:
+def _timeline(role: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step) -> dict[str, Any]:
     """Return the timeline of one rank on all ranks. Collective."""
     row = {
-        "which": which,
+        "which": role,
         "rank": rank,
         "host": ranks[rank]["host"],
         "step": step.number,
         "seconds": step.seconds,
         "lanes": measures.timeline(step) if rank == dist.get_rank() else [],
     }
-    shown: dict[str, Any] = json.loads(broadcast_text(json.dumps(row), rank))
-    return shown
+    gathered: dict[str, Any] = json.loads(broadcast_text(json.dumps(row), rank))
+    return gathered
 
 
 def _origin(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -144,14 +150,14 @@ def _origin(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _training(engine: Engine, sizes: GroupSizes) -> dict[str, Any]:
-    config, strategy, sent = engine._config, active_strategy(engine._config), compression_of(engine._config)
+    config, strategy, sent = engine._config, active_strategy(engine._config), configured_compression(engine._config)
     stage = int(config.zero_config.stage)
     letters = "" if strategy is None else f"p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}"
     parameters = list(engine.module.parameters())
     dtype, _ = engine.get_data_types()
     return {
         "strategy": None if strategy is None else strategy.name,
-        "called": _STAGES[stage] if strategy is None else f"{strategy.name}{sent.label} ({letters})",
+        "called": _STAGES[stage] if strategy is None else f"{strategy}{sent.label} ({letters})",
         "stage": stage,
         "ranks": sizes.ranks,
         "group_size": sizes.group_size,
@@ -165,9 +171,9 @@ def _training(engine: Engine, sizes: GroupSizes) -> dict[str, Any]:
     }
 
 
-def _memory(held: Sequence[float], now: Prediction | None) -> list[dict[str, Any]]:
+def _memory(state_bytes: Sequence[float], now: Prediction | None) -> list[dict[str, Any]]:
     formulas = [None] * 3 if now is None else [now.memory.parameters, now.memory.gradients, now.memory.optimizer]
-    rows = zip(("parameters", "gradients", "optimizer states"), held, formulas, strict=True)
+    rows = zip(("parameters", "gradients", "optimizer states"), state_bytes, formulas, strict=True)
     return [{"state": name, "bytes": nbytes, "formula": formula} for name, nbytes, formula in rows]
 
 
@@ -182,13 +188,13 @@ class Predictions:
         rates: measured rates of the links.
         now: prediction of the running strategy; None if it is not predicted.
         all: predictions of every strategy in every form, and of the plain stages; the fastest first.
-        described: input of ``plan --from``; None if it does not predict such trainings.
+        planner_input: input of ``plan --from``; None if it does not predict such trainings.
     """
 
     rates: Rates
     now: Prediction | None
     all: Sequence[Prediction]
-    described: recorded.Described | None
+    planner_input: recorded_training.PlannerInput | None
 
     def choices(self) -> list[dict[str, Any]]:
         """Return a row of ``report.json`` for each strategy; only a device has a memory limit."""
@@ -209,7 +215,7 @@ class Predictions:
         ]
 
 
-def _predicted_of_hop(hop: str, predictions: Predictions | None) -> dict[str, float | None]:
+def _hop_prediction(hop: str, predictions: Predictions | None) -> dict[str, float | None]:
     """Return the predicted values of a hop; None for unknown values.
 
     DeepSpeed's own collectives are over all ranks, so with several groups all their bytes are between groups.
@@ -243,42 +249,42 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
         topology = get_topology(groups._get_sequence_data_parallel_group()) if current is None else current.all_groups
         if not probes:
             return topology.sizes, None, []
-        model = same_everywhere(describe_engine(engine, engine.module))
+        model = max_over_ranks(describe_engine(engine, engine.module))
         model = replace(model, compute=compute / model.accumulation)
-        rates = measured_rates(engine._config, topology, model)
-        sent = compression_of(engine._config)
-        forms = [form for form in FORMS if form.label != sent.label]
+        rates = measure_rates(engine._config, topology, model)
+        sent = configured_compression(engine._config)
+        forms = [form for form in COMPRESSIONS if form.label != sent.label]
         planned = plan(topology.sizes, model, rates, None, [*forms, sent])
     except ValueError as error:
-        return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"Nothing is predicted: {error}"]
+        return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"No prediction available: {error}"]
     # If a group is all ranks, some strategies have the same predictions as a plain stage: leave these out.
     twins = {row.strategy: row.total_seconds for row in planned.plain}
     rows = [
         row
         for row in planned.predictions
-        if not math.isclose(row.total_seconds, twins.get(row.name, math.nan), rel_tol=_SAME)
+        if not math.isclose(row.total_seconds, twins.get(row.name, math.nan), rel_tol=_EQUAL_SECONDS)
     ]
     rows = sorted([*rows, *planned.plain], key=lambda row: (row.total_seconds, row.total_memory))
-    now = _running(engine, planned, sent)
-    described = _described(engine, now, topology.sizes, model, rates, sent)
-    return topology.sizes, Predictions(rates, now, rows, described), []
+    now = _running_prediction(engine, planned, sent)
+    planner_input = _planner_input(engine, now, topology.sizes, model, rates, sent)
+    return topology.sizes, Predictions(rates, now, rows, planner_input), []
 
 
-def _described(
+def _planner_input(
     engine: Engine, now: Prediction | None, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression
-) -> recorded.Described | None:
+) -> recorded_training.PlannerInput | None:
     """Return the input of ``plan --from``; None if it does not predict such trainings. Collective."""
     if now is None or engine.pipeline_parallelism:
         return None
     # With model parallelism, some of a node's ranks hold other parts of the model, so ``ranks_per_node`` is not used.
     per_node = ranks_per_node() if sizes.ranks == dist.get_world_size() else None
-    cluster = recorded.Cluster(sizes, per_node or sizes.group_size)
+    cluster = recorded_training.Cluster(sizes, per_node or sizes.group_size)
     backend = "gloo" if get_accelerator().is_synchronized_device() else "nccl"  # determines how latencies scale
-    flat_rates = flat.measure(engine._config, dtype_of(model))
-    return recorded.Described(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
+    flat_rates = flat_collectives.measure(engine._config, gradient_dtype(model))
+    return recorded_training.PlannerInput(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
 
 
-def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:
+def _running_prediction(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:
     """Return the prediction of the running strategy or plain stage."""
     if getattr(engine._config.zero_config, OUTER, None) is not None:
         return None  # inner and outer steps differ
@@ -292,7 +298,7 @@ def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | N
 # Files ############################################################################################
 
 
-def write(report: dict[str, Any], folder: Path) -> None:
+def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write the page, the trace and the JSON report. If that fails, keep the previous files.
 
     An error is only logged, because the training continues.
@@ -305,6 +311,7 @@ def write(report: dict[str, Any], folder: Path) -> None:
     temporary_files = {name: folder / f".{name}.part" for name in texts}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # All files are written before any is replaced, so a failure keeps the previous report complete.
         for name, text in texts.items():
             temporary_files[name].write_text(text, encoding="utf-8")
         for name, path in temporary_files.items():

@@ -30,7 +30,7 @@ FORWARD, BACKWARD, UPDATE, HANDLING = "forward", "backward", "update", "other"
 COMPUTE, OTHER = "compute", "other"
 PARTS = (COMPUTE, WITHIN, BETWEEN, UPDATE, OTHER)
 _MODULES = 50  # maximum number of listed modules
-_SHORT = 1e-6  # seconds: a shorter wait is not drawn
+_MIN_DRAWN_WAIT = 1e-6  # seconds: a shorter wait is not drawn
 _DRAWN_AS = {"gather": "gather", "reduce": "reduce", "send": "copy", "recv": "copy", "broadcast": "gather"}
 
 Interval = tuple[float, float]
@@ -69,14 +69,14 @@ class Wait:
 
     Attributes:
         begin, end: bounds of the interval.
-        trains: whether the training lane waited; otherwise a thread or stream that completes transfers.
+        on_training_lane: whether the training lane waited; otherwise a thread or stream that completes transfers.
         communication: the awaited communication; None for a wait for another thread or stream.
         module: module whose parameters were awaited; empty if unknown.
     """
 
     begin: Moment
     end: Moment
-    trains: bool
+    on_training_lane: bool
     communication: Communication | None = None
     module: str = ""
 
@@ -116,9 +116,9 @@ class Step:
     @property
     def waiting(self) -> list[Interval]:
         """Intervals in which the training lane waits."""
-        return union((wait.begin, wait.end) for wait in self.waits if wait.trains)
+        return union((wait.begin, wait.end) for wait in self.waits if wait.on_training_lane)
 
-    def of_kinds(self, *kinds: str) -> list[Interval]:
+    def phase_intervals(self, *kinds: str) -> list[Interval]:
         """Return the intervals in which the training lane was in phases of these kinds."""
         return union((phase.begin, phase.end) for phase in self.phases if phase.kind in kinds)
 
@@ -141,11 +141,11 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
-def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of ``intervals`` outside ``others``; each argument must be a ``union``."""
+def subtract(intervals: Iterable[Interval], removed: Sequence[Interval]) -> list[Interval]:
+    """Return the parts of ``intervals`` outside ``removed``; each argument must be a ``union``."""
     remaining: list[Interval] = []
     for begin, end in intervals:
-        for other_begin, other_end in others:
+        for other_begin, other_end in removed:
             if other_end <= begin or other_begin >= end:
                 continue
             if other_begin > begin:
@@ -159,50 +159,51 @@ def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[I
 # Measures #########################################################################################
 
 
-def exposed(step: Step) -> Charges:
+def charge_waits(step: Step) -> Charges:
     """Return the waits of a step in seconds, by operation, hop and module; see Note [Exposed seconds]."""
     charges: dict[tuple[str, str, str], float] = defaultdict(float)
-    for_handles = [wait for wait in step.waits if wait.trains and wait.communication is not None]
+    for_handles = [wait for wait in step.waits if wait.on_training_lane and wait.communication is not None]
     for wait in for_handles:
         assert wait.communication is not None
         charges[wait.communication.name, wait.communication.hop, wait.module] += wait.end - wait.begin
     charged = union((wait.begin, wait.end) for wait in for_handles)
-    other_lanes = [(wait.communication, wait.begin, wait.end) for wait in step.waits if not wait.trains]
+    other_lanes = [(wait.communication, wait.begin, wait.end) for wait in step.waits if not wait.on_training_lane]
     wire = [(sent, sent.begin, sent.end) for sent in sorted(step.communications, key=lambda sent: sent.hop != BETWEEN)]
-    for wait in (wait for wait in step.waits if wait.trains and wait.communication is None):
+    for wait in (wait for wait in step.waits if wait.on_training_lane and wait.communication is None):
         # Seconds that are charged to a handle must not be charged again.
-        uncharged = without(union([(wait.begin, wait.end)]), charged)
+        uncharged = subtract(union([(wait.begin, wait.end)]), charged)
         for sent, begin, end in [*other_lanes, *wire]:
             if sent is None or not sent.hop or begin >= wait.end or end <= wait.begin:
                 continue
-            remaining = without(uncharged, [(begin, end)])
+            remaining = subtract(uncharged, [(begin, end)])
             if remaining != uncharged:
                 charges[sent.name, sent.hop, wait.module] += length(uncharged) - length(remaining)
                 uncharged = remaining
     return charges
 
 
-def _total(charges: Charges, *wanted: tuple[int, str]) -> float:
+def _sum_charges(charges: Charges, *conditions: tuple[int, str]) -> float:
     """Return the seconds of charges whose keys match all (position, name) pairs."""
-    return sum(seconds for key, seconds in charges.items() if all(key[place] == name for place, name in wanted))
+    return sum(seconds for key, seconds in charges.items() if all(key[index] == name for index, name in conditions))
 
 
-def parts(step: Step, charges: Charges | None = None) -> dict[str, float]:
+def step_parts(step: Step, charges: Charges | None = None) -> dict[str, float]:
     """Return the seconds of each of ``PARTS``, which add up to the step's."""
-    charges = exposed(step) if charges is None else charges
-    elsewhere = union([*step.waiting, *step.of_kinds(HANDLING)])
+    charges = charge_waits(step) if charges is None else charges
+    # Waits and handling interrupt forward, backward and update, and would be counted twice.
+    elsewhere = union([*step.waiting, *step.phase_intervals(HANDLING)])
     seconds_of = {
-        COMPUTE: length(without(step.of_kinds(FORWARD, BACKWARD), elsewhere)),
-        UPDATE: length(without(step.of_kinds(UPDATE), elsewhere)),
-        **{hop: _total(charges, (1, hop)) for hop in HOPS},
+        COMPUTE: length(subtract(step.phase_intervals(FORWARD, BACKWARD), elsewhere)),
+        UPDATE: length(subtract(step.phase_intervals(UPDATE), elsewhere)),
+        **{hop: _sum_charges(charges, (1, hop)) for hop in HOPS},
     }
     return {part: seconds_of.get(part, step.seconds - sum(seconds_of.values())) for part in PARTS}
 
 
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
     """Return the means of recorded steps as plain values: see ``report.json`` in the README."""
-    charged = [exposed(step) for step in steps]
-    by_part = [parts(step, charges) for step, charges in zip(steps, charged, strict=True)]
+    charged = [charge_waits(step) for step in steps]
+    by_part = [step_parts(step, charges) for step, charges in zip(steps, charged, strict=True)]
     means: dict[tuple[str, str, str], float] = defaultdict(float)
     for charges in charged:
         for key, seconds in charges.items():
@@ -239,7 +240,9 @@ def _hops(sent: Sent, means: Charges, steps: int) -> list[dict[str, Any]]:
                 _busy(communications, steps),
             )
             rate = nbytes / busy if busy else None
-            rows.append({"hop": hop, "bytes": nbytes, "busy": busy, "exposed": _total(means, (1, hop)), "rate": rate})
+            rows.append(
+                {"hop": hop, "bytes": nbytes, "busy": busy, "exposed": _sum_charges(means, (1, hop)), "rate": rate}
+            )
     return rows
 
 
@@ -251,7 +254,7 @@ def _operations(sent: Sent, means: Charges, steps: int) -> list[dict[str, Any]]:
             "count": len(communications) / steps,
             "bytes": sum(communication.nbytes for communication in communications) / steps,
             "busy": _busy(communications, steps),
-            "exposed": _total(means, (0, name), (1, hop)),
+            "exposed": _sum_charges(means, (0, name), (1, hop)),
         }
         for (name, hop), communications in sorted(sent.items())
     ]
@@ -260,11 +263,11 @@ def _operations(sent: Sent, means: Charges, steps: int) -> list[dict[str, Any]]:
 
 def _modules(means: Charges) -> list[dict[str, Any]]:
     names = sorted({module for _, _, module in means if module})
-    rows: list[dict[str, Any]] = [{"module": name, "exposed": _total(means, (2, name))} for name in names]
+    rows: list[dict[str, Any]] = [{"module": name, "exposed": _sum_charges(means, (2, name))} for name in names]
     return sorted(rows, key=lambda row: float(row["exposed"]), reverse=True)[:_MODULES]
 
 
-def middle(steps: Sequence[Step]) -> Step:
+def median_step(steps: Sequence[Step]) -> Step:
     """Return the step with the median duration; of two middle steps, the longer."""
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
 
@@ -277,7 +280,7 @@ def timeline(step: Step) -> list[dict[str, Any]]:
 
     training = [span(phase, phase.kind, phase.kind, None, phase.module or None) for phase in step.phases]
     for wait in step.waits:
-        if wait.trains and wait.end - wait.begin > _SHORT:
+        if wait.on_training_lane and wait.end - wait.begin > _MIN_DRAWN_WAIT:
             name = "wait" if wait.communication is None else f"wait for {wait.communication.name}"
             training.append(span(wait, name, "wait", None, wait.module or None))
     lanes = [{"lane": "training", "spans": sorted(training, key=lambda row: (row[0], -row[1]))}]

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from deepspeed_ext.planner.choice import best
+from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.tools.html_page import fill_template, read_asset
 from deepspeed_ext.tools.report.measures import BETWEEN, COMPUTE, OTHER, UPDATE, WITHIN
 
@@ -19,11 +20,11 @@ _SCRIPTS = ("dom.js", "bars.js", "spans.js", "view.js", "timeline.js", "tables.j
 _HOPS = {WITHIN: "within groups", BETWEEN: "between groups"}
 _PARTS = {COMPUTE: "compute", **{hop: f"exposed {name}" for hop, name in _HOPS.items()}, UPDATE: "the update"}
 # Thresholds of findings.
-_WORTH = 0.05  # share of a step
-_SLOW = 2.0  # ratio of a hop's probed rate to its reached rate
-_UNEVEN = 0.1  # share of the median of compute
-_LARGER = 0.1  # share of the bytes of model states
-_MORE = 0.2  # share of the received bytes
+_MIN_GAIN = 0.05  # share of a step
+_SLOW_RATIO = 2.0  # ratio of a hop's probed rate to its reached rate
+_EXCESS_COMPUTE = 0.1  # share of the median of compute
+_EXCESS_MEMORY = 0.1  # share of the bytes of model states
+_EXCESS_RECEIVED = 0.2  # share of the received bytes
 _OVERHEAD = 0.02  # share of a step
 
 _NESTED = "training"  # the lane with nested spans
@@ -42,8 +43,8 @@ def paragraph(report: Report) -> str:
     named = [f"{seconds:.3g} s {_PARTS[part]}" for part, seconds in parts.items() if part in _PARTS]
     text = (
         f"A step of {training['called']} takes {_step(report):.3g} s on {training['ranks']} ranks in "
-        f"{training['groups']} group(s) of {training['group_size']}: {', '.join(named)}, and {parts[OTHER]:.3g} s of "
-        f"anything else"
+        f"{training['groups']} group(s) of {training['group_size']}: {', '.join(named)}, and {parts[OTHER]:.3g} s "
+        f"other"
     )
     predicted = [row["predicted"] for row in report["parts"] if row["predicted"] is not None]
     if predicted:
@@ -53,7 +54,7 @@ def paragraph(report: Report) -> str:
 
 def findings(report: Report) -> list[str]:
     """Return findings as sentences, the most important first."""
-    return [*_faster(report), *_slow_hops(report), *_step_findings(report), *_amounts(report)]
+    return [*_faster_strategies(report), *_slow_hops(report), *_step_findings(report), *_excess_findings(report)]
 
 
 def _step(report: Report) -> float:
@@ -64,81 +65,81 @@ def _parts(report: Report) -> dict[str, float]:
     return {row["part"]: row["seconds"] for row in report["parts"]}
 
 
-def _faster(report: Report) -> Iterator[str]:
+def _faster_strategies(report: Report) -> Iterator[str]:
     fitting = [row for row in report["choices"] if row["fits"] is not False]
     now = next((row for row in report["choices"] if row["now"]), None)
     if now is None:
         return
     exact = _best([row for row in fitting if " + " not in row["strategy"]] or [now])
     lossy = _best([*fitting, now])
-    if exact["step"] < (1 - _WORTH) * now["step"]:
-        yield _gain(exact, now, "is predicted to be faster")
+    if exact["step"] < (1 - _MIN_GAIN) * now["step"]:
+        yield _gain_sentence(exact, now, "is predicted to be faster")
     # 4 bits change the training slightly, so they are reported separately for the user to decide.
-    if lossy["step"] < (1 - 2 * _WORTH) * min(exact["step"], now["step"]):
-        yield _gain(lossy, now, "would be faster still, with gradients or updates in 4 bits")
-    elif exact["step"] >= (1 - _WORTH) * now["step"]:
-        yield f"No strategy is predicted to be faster by more than {_WORTH:.0%}."
+    if lossy["step"] < (1 - 2 * _MIN_GAIN) * min(exact["step"], now["step"]):
+        yield _gain_sentence(lossy, now, "would be faster still, with gradients or updates in 4 bits")
+    elif exact["step"] >= (1 - _MIN_GAIN) * now["step"]:
+        yield f"No strategy is predicted to be faster by more than {_MIN_GAIN:.0%}."
 
 
 def _best(rows: Sequence[Report]) -> Report:
     return best(rows, lambda row: float(row["step"]), lambda row: float(row["gb"]))
 
 
-def _gain(row: Report, now: Report, how: str) -> str:
+def _gain_sentence(row: Report, now: Report, how: str) -> str:
     memory = f"{row['gb']:.3g} GB of model states on each rank, now {now['gb']:.3g}"
-    return f"{row['strategy']} {how}: {row['step']:.3g} s instead of {now['step']:.3g} ({memory})."
+    return f"{hyphenate(row['strategy'])} {how}: {row['step']:.3g} s instead of {now['step']:.3g} ({memory})."
 
 
 def _slow_hops(report: Report) -> Iterator[str]:
     for hop in report["hops"]:
         share = hop["exposed"] / _step(report)
-        if share < _WORTH:
+        if share < _MIN_GAIN:
             continue
         reached, probed = hop["rate"], hop["probed_rate"]
-        if reached and probed and probed > _SLOW * reached:
+        if reached and probed and probed > _SLOW_RATIO * reached:
             yield (
-                f"What crosses {_HOPS[hop['hop']]} reaches {reached / 1e6:.3g} MB/s a rank, where the probe finds "
-                f"{probed / 1e6:.3g}: messages are small, ranks come late, or compute takes the cores that move them."
+                f"Transfers {_HOPS[hop['hop']]} reach {reached / 1e6:.3g} MB/s per rank, but the probe measured "
+                f"{probed / 1e6:.3g}: messages are small, ranks are late, or compute uses the cores that send them."
             )
         else:
-            yield f"The step waits for {share:.0%} of its time for what crosses {_HOPS[hop['hop']]}."
+            yield f"The step waits for transfers {_HOPS[hop['hop']]} for {share:.0%} of its time."
 
 
 def _step_findings(report: Report) -> Iterator[str]:
     share = _parts(report)[OTHER] / _step(report)
-    if share > 2 * _WORTH:
+    if share > 2 * _MIN_GAIN:
         yield (
-            f"{share:.0%} of the step is neither compute, update nor an exposed hop: copies into and out of buckets, "
-            f"the data loader, the script, or ranks that wait for one another."
+            f"{share:.0%} of the step is unaccounted for; likely causes: bucket copies, the data loader, user code, "
+            f"or waiting for other ranks."
         )
     usual = median([row["compute"] for row in report["ranks"]] or [0.0])
     worst = max(report["ranks"], key=lambda row: float(row["compute"]), default={"compute": 0.0})
-    if usual and worst["compute"] > (1 + _UNEVEN) * usual:  # never true for one rank
+    if usual and worst["compute"] > (1 + _EXCESS_COMPUTE) * usual:  # never true for one rank
         yield (
             f"Rank {worst['rank']} on {worst['host']} computes {worst['compute'] / usual:.2g} times as long as the "
             f"median rank, and the others wait for it."
         )
 
 
-def _amounts(report: Report) -> Iterator[str]:
+def _excess_findings(report: Report) -> Iterator[str]:
     for row in report["memory"]:
-        if row["formula"] and row["bytes"] > (1 + _LARGER) * row["formula"]:
+        if row["formula"] and row["bytes"] > (1 + _EXCESS_MEMORY) * row["formula"]:
             yield (
-                f"This rank holds {row['bytes'] / 1e9:.3g} GB of {row['state']}, where the strategy needs "
+                f"This rank holds {row['bytes'] / 1e9:.3g} GB of {row['state']}; the strategy needs "
                 f"{row['formula'] / 1e9:.3g}."
             )
     for hop in report["hops"]:
         formula = hop["formula_bytes"]
         # Fewer bytes are normal: modules may be kept, and a thread's transfer may count for the next step.
-        if formula and hop["bytes"] > (1 + _MORE) * formula:
+        if formula and hop["bytes"] > (1 + _EXCESS_RECEIVED) * formula:
             source = "its group" if hop["hop"] == WITHIN else "other groups"
             yield (
-                f"A rank receives {hop['bytes'] / 1e6:.3g} MB from {source} in a step, where the formula has "
+                f"A rank receives {hop['bytes'] / 1e6:.3g} MB from {source} in a step; the formula predicts "
                 f"{formula / 1e6:.3g}."
             )
     share = report["steps"]["overhead"]
     if share is not None and share > _OVERHEAD:
-        yield f"Recorded steps took {share:.1%} longer than those around them, so their parts are a little too long."
+        yield f"Recorded steps took {share:.1%} longer than other steps, so the seconds of their parts are too high."
 
 
 # As a page ########################################################################################
@@ -154,7 +155,7 @@ def render(report: Report) -> str:
     called = html.escape(str(training.get("called") or "training"))
     return fill_template(
         read_asset("page.html"),
-        f"Where a step goes: {called}",
+        f"Time of a step: {called}",
         read_asset("page.css"),
         "\n".join(map(read_asset, _SCRIPTS)),
         report,
@@ -181,8 +182,8 @@ def chrome_trace(report: Report) -> dict[str, Any]:
 
 def _process(pid: int, timeline: Mapping[str, Any]) -> Iterator[Event]:
     """Yield the events of a timeline. ``pid`` is not the rank, since two timelines may have the same rank."""
-    rank, host, which, step = (timeline[key] for key in ("rank", "host", "which", "step"))
-    yield _metadata("process_name", pid, 0, name=f"rank {rank} on {host}, {which}, step {step}")
+    rank, host, role, step = (timeline[key] for key in ("rank", "host", "which", "step"))
+    yield _metadata("process_name", pid, 0, name=f"rank {rank} on {host}, {role}, step {step}")
     yield _metadata("process_sort_index", pid, 0, sort_index=pid)
     tid = 0
     for lane in timeline["lanes"]:

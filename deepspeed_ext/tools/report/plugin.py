@@ -12,7 +12,7 @@ def engine_ready(engine: "Engine") -> None:
     """Record steps of an engine whose settings request a report."""
     from deepspeed_ext.config.settings import ReportSettings
 
-    if (settings := ReportSettings.asked_for(engine._config.zero_config)) is not None:
+    if (settings := ReportSettings.from_environment_or_config(engine._config.zero_config)) is not None:
         from deepspeed_ext.tools.report.reporter import report_on
 
         report_on(engine, settings)

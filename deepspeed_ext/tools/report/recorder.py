@@ -77,9 +77,10 @@ class Recorder:
     def waited(self, begin: Moment, communication: Communication | None) -> None:
         """Record a wait from ``begin`` until now."""
         end = self.clock.mark()
+        # Only the first wait ends a communication: later waits for the same handle return at once.
         if communication is not None and communication.end is None:
             communication.end = end
-        self._waits.append(Wait(begin, end, self.clock.trains(), communication, self._module))
+        self._waits.append(Wait(begin, end, self.clock.on_training_lane(), communication, self._module))
 
     @contextmanager
     def on_wait(self) -> Iterator[None]:
@@ -102,7 +103,7 @@ class Recorder:
 
     def open(self, kind: str) -> bool:
         """Begin a phase; return False if it is open already, or outside the training lane."""
-        if kind in self._open or not self.clock.trains():
+        if kind in self._open or not self.clock.on_training_lane():
             return False
         self._open[kind] = self.clock.mark()
         return True
@@ -115,6 +116,7 @@ class Recorder:
     @contextmanager
     def fetching(self, module: str) -> Iterator[None]:
         """Record that a module's parameters are being fetched; on a host, also as handling."""
+        # The fetch of a module may run inside the fetch of another, such as its parent's.
         before, self._module = self._module, module
         try:
             with self.handling(module):
@@ -141,6 +143,7 @@ class Recorder:
         seconds, last = self.clock.seconds, self._ends[-1][1]
         items: list[Communication | Wait | Phase] = [*self._communications, *self._waits, *self._phases]
         for item in items:
+            # A communication that nothing waited for ends with the recording.
             item.begin, item.end = seconds(item.begin), seconds(last if item.end is None else item.end)
         ends = [(number, seconds(end)) for number, end in self._ends]
         return [
@@ -148,15 +151,15 @@ class Recorder:
                 number,
                 begin,
                 end,
-                _within(begin, end, self._phases),
-                _within(begin, end, self._waits),
-                _within(begin, end, self._communications),
+                _started_within(begin, end, self._phases),
+                _started_within(begin, end, self._waits),
+                _started_within(begin, end, self._communications),
             )
             for (_, begin), (number, end) in itertools.pairwise(ends)
         ]
 
 
-def _within(begin: float, end: float, timed: Sequence[_Timed]) -> list[_Timed]:
+def _started_within(begin: float, end: float, timed: Sequence[_Timed]) -> list[_Timed]:
     return [item for item in timed if begin <= item.begin < end]
 
 
@@ -178,7 +181,7 @@ class Operation(NamedTuple):
     received: Callable[[Arguments, int], float]
     asynchronous: bool = False
 
-    def given(self, args: Iterable[Any], kwargs: Arguments) -> dict[str, Any]:
+    def bind(self, args: Iterable[Any], kwargs: Arguments) -> dict[str, Any]:
         """Return the arguments by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
@@ -187,60 +190,64 @@ def _nbytes(value: Any) -> float:
     return float(value.nbytes if isinstance(value, Tensor) else sum(tensor.nbytes for tensor in value))
 
 
-def _collective(arguments: str, of: str, times: float = 1.0) -> Operation:
+def _collective_operation(arguments: str, of: str, times: float = 1.0) -> Operation:
     """Return a collective that receives the other ranks' parts of argument ``of``, ``times`` times."""
     return Operation(
         (*arguments.split(), "group", "async_op"),
-        lambda given, ranks: times * _nbytes(given[of]) * (ranks - 1) / ranks,
+        lambda values, ranks: times * _nbytes(values[of]) * (ranks - 1) / ranks,
     )
 
 
-def _message(other: str, asynchronous: bool) -> Operation:
+def _message_operation(other: str, asynchronous: bool) -> Operation:
     """Return a message to or from a rank."""
     return Operation(
         ("tensor", other, "group", "tag"),
-        lambda given, ranks: _nbytes(given["tensor"]) if other == "src" and ranks > 1 else 0.0,
+        lambda values, ranks: _nbytes(values["tensor"]) if other == "src" and ranks > 1 else 0.0,
         asynchronous,
     )
 
 
 # A reduce to one rank counts as a ring through all ranks: each rank receives about the other ranks' parts.
 OPERATIONS: Mapping[str, Operation] = {
-    "all_reduce": _collective("tensor op", "tensor", 2),
-    "inference_all_reduce": _collective("tensor op", "tensor", 2)._replace(arguments=("tensor", "op", "group")),
-    "all_reduce_coalesced": _collective("tensors op", "tensors", 2),
-    "reduce": _collective("tensor dst op", "tensor"),
-    "reduce_scatter": _collective("output input_list op", "input_list"),
-    "reduce_scatter_tensor": _collective("output_tensor input_tensor op", "input_tensor"),
-    "broadcast": _collective("tensor src", "tensor"),
-    "all_gather": _collective("tensor_list tensor", "tensor_list"),
-    "all_gather_into_tensor": _collective("output_tensor input_tensor", "output_tensor"),
-    "all_gather_coalesced": _collective("output_tensors input_tensors", "output_tensors"),
-    "all_to_all_single": _collective("output input output_split_sizes input_split_sizes", "output"),
-    "all_to_all": _collective("output_tensor_list input_tensor_list", "output_tensor_list"),
-    "gather": _collective("tensor gather_list dst", "tensor", 0),
-    "scatter": _collective("tensor scatter_list src", "tensor"),
-    "send": _message("dst", False),
-    "recv": _message("src", False),
-    "isend": _message("dst", True),
-    "irecv": _message("src", True),
+    "all_reduce": _collective_operation("tensor op", "tensor", 2),
+    "inference_all_reduce": _collective_operation("tensor op", "tensor", 2)._replace(
+        arguments=("tensor", "op", "group")
+    ),
+    "all_reduce_coalesced": _collective_operation("tensors op", "tensors", 2),
+    "reduce": _collective_operation("tensor dst op", "tensor"),
+    "reduce_scatter": _collective_operation("output input_list op", "input_list"),
+    "reduce_scatter_tensor": _collective_operation("output_tensor input_tensor op", "input_tensor"),
+    "broadcast": _collective_operation("tensor src", "tensor"),
+    "all_gather": _collective_operation("tensor_list tensor", "tensor_list"),
+    "all_gather_into_tensor": _collective_operation("output_tensor input_tensor", "output_tensor"),
+    "all_gather_coalesced": _collective_operation("output_tensors input_tensors", "output_tensors"),
+    "all_to_all_single": _collective_operation("output input output_split_sizes input_split_sizes", "output"),
+    "all_to_all": _collective_operation("output_tensor_list input_tensor_list", "output_tensor_list"),
+    "gather": _collective_operation("tensor gather_list dst", "tensor", 0),
+    "scatter": _collective_operation("tensor scatter_list src", "tensor"),
+    "send": _message_operation("dst", False),
+    "recv": _message_operation("src", False),
+    "isend": _message_operation("dst", True),
+    "irecv": _message_operation("src", True),
     "batch_isend_irecv": Operation(
         ("p2p_op_list",),
-        lambda given, _: sum(_nbytes(one.tensor) for one in given["p2p_op_list"] if one.op is irecv),
+        lambda values, _: sum(_nbytes(message.tensor) for message in values["p2p_op_list"] if message.op is irecv),
         asynchronous=True,
     ),
-    "barrier": Operation(("group", "async_op", "device_ids"), lambda given, ranks: 0.0),
+    "barrier": Operation(("group", "async_op", "device_ids"), lambda values, ranks: 0.0),
 }
 
 
-def recorded(recorder: Recorder, name: str, operation: Operation, run: Callable[..., Any]) -> Callable[..., Any]:
+def record_operation(
+    recorder: Recorder, name: str, operation: Operation, run: Callable[..., Any]
+) -> Callable[..., Any]:
     """Wrap an operation of DeepSpeed's backend so that it is recorded, unless it is one of our communications."""
 
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if observers.is_package_communication():
             return run(*args, **kwargs)
-        arguments = operation.given(args, kwargs)
+        arguments = operation.bind(args, kwargs)
         group = arguments["p2p_op_list"][0].group if "p2p_op_list" in arguments else arguments.get("group")
         nbytes = operation.received(arguments, dist.get_world_size(group=group))
         begin = recorder.clock.mark()

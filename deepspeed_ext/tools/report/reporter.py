@@ -29,14 +29,14 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from deepspeed_ext.comm import observers
 from deepspeed_ext.comm.process_groups import Topology, ranks_per_node
-from deepspeed_ext.config.settings import UNDISTURBED, ReportSettings
+from deepspeed_ext.config.settings import UNRECORDED_STEPS, ReportSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import measure_state_bytes
 from deepspeed_ext.strategy import StateBytes
 from deepspeed_ext.tools.clocks import Clock, make_clock
-from deepspeed_ext.tools.report.contents import make, write
+from deepspeed_ext.tools.report.contents import build_report, write_report
 from deepspeed_ext.tools.report.measures import BACKWARD, FORWARD, UPDATE, hop_of
-from deepspeed_ext.tools.report.recorder import OPERATIONS, Recorder, recorded
+from deepspeed_ext.tools.report.recorder import OPERATIONS, Recorder, record_operation
 
 _reporter: "_Reporter | None" = None  # reporter of this process, for one engine at a time
 
@@ -50,7 +50,7 @@ def report_on(engine: Engine, settings: ReportSettings) -> None:
     """
     global _reporter
     if _reporter is not None:
-        log_dist("deepspeed_ext: only the first engine of this process is reported on", ranks=[0])
+        log_dist("deepspeed_ext: only the first engine of this process is recorded", ranks=[0])
         return
     _reporter = _Reporter(engine, settings)
 
@@ -61,19 +61,19 @@ class _Reporter:
     def __init__(self, engine: Engine, settings: ReportSettings) -> None:
         # Weak: ``_reporter`` and atexit refer to this object, and must not keep the engine alive.
         self._engine, self._settings = weakref.proxy(engine), settings
-        self._taken, self._known = 0, engine.global_steps
+        self._step_count, self._last_global_step = 0, engine.global_steps
         self._clock: Clock | None = None
         self._ends: list[Any] = []  # ends of the timed and recorded steps
         self._recorder: Recorder | None = None
-        self._looking, self._recording = ExitStack(), ExitStack()
-        self._held = StateBytes(0, 0, 0)
+        self._memory_hooks, self._recording_hooks = ExitStack(), ExitStack()
+        self._state_bytes = StateBytes(0, 0, 0)
         self._ended = False
         # By the method's name: a weak reference to our wrapper, which refers to the engine; and whether it replaces an
         # attribute of the engine rather than its class's method.
         self._wrappers: dict[str, tuple[weakref.ref[Any], bool]] = {}
-        self._wrap(engine, "train_batch" if engine.pipeline_parallelism else "step", after=self._count)
-        self._wrap(engine, "destroy", before=self._give_up)
-        atexit.register(self._warn)
+        self._wrap(engine, "train_batch" if engine.pipeline_parallelism else "step", after=self._on_step)
+        self._wrap(engine, "destroy", before=self._stop)
+        atexit.register(self._warn_without_report)
 
     def _wrap(
         self,
@@ -87,6 +87,7 @@ class _Reporter:
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            # Checked at each call, because other code may keep this wrapper after the report.
             if not self._ended:
                 before()
             result = method(*args, **kwargs)
@@ -97,12 +98,12 @@ class _Reporter:
         self._wrappers[name] = weakref.ref(wrapper), name in vars(engine)
         setattr(engine, name, wrapper)
 
-    def _end(self) -> None:
+    def _restore_engine(self) -> None:
         """Restore the engine, except for methods that other code has wrapped since."""
         global _reporter
         _reporter, self._ended = None, True
-        self._looking.close()
-        self._recording.close()
+        self._memory_hooks.close()
+        self._recording_hooks.close()
         for name, (wrapper, replaced) in self._wrappers.items():
             our_wrapper = wrapper()
             if our_wrapper is None or vars(self._engine).get(name) is not our_wrapper:
@@ -111,40 +112,41 @@ class _Reporter:
                 setattr(self._engine, name, our_wrapper.__wrapped__)
             else:
                 delattr(self._engine, name)
-        atexit.unregister(self._warn)
+        atexit.unregister(self._warn_without_report)
 
-    def _give_up(self) -> None:
+    def _stop(self) -> None:
         """Stop recording an engine that is destroyed."""
-        self._end()
-        self._warn()
+        self._restore_engine()
+        self._warn_without_report()
 
-    def _count(self) -> None:
+    def _on_step(self) -> None:
         """Count an optimizer step; ignore micro-steps."""
         settings = self._settings
-        if self._engine.global_steps == self._known:
+        if self._engine.global_steps == self._last_global_step:
             return
-        self._known, self._taken = self._engine.global_steps, self._taken + 1
-        if self._taken == settings.after - 1:  # only during the next step, the last of the warm-up
-            self._looking.enter_context(call_before_phases(self._engine, self._look))
-        if self._taken < settings.after:
+        self._last_global_step, self._step_count = self._engine.global_steps, self._step_count + 1
+        if self._step_count == settings.after - 1:  # only during the next step, the last of the warm-up
+            self._memory_hooks.enter_context(call_before_phases(self._engine, self._record_state_bytes))
+        if self._step_count < settings.after:
             return
-        self._looking.close()
+        # Reading memory takes time, so it ends before the first timed step.
+        self._memory_hooks.close()
         if self._clock is None:
             self._clock = make_clock()
         self._ends.append(self._clock.mark())
-        if self._taken == settings.first:
+        if self._step_count == settings.first:
             self._recorder = Recorder(self._clock, functools.cache(self._hop_of))
-            self._recording.enter_context(attach(self._recorder, self._engine))
-        if self._recorder is not None and self._taken <= settings.first + settings.steps:
-            self._recorder.end_step(self._known)
-            if self._taken == settings.first + settings.steps:
-                self._recording.close()
-        if self._taken > settings.last:
+            self._recording_hooks.enter_context(attach(self._recorder, self._engine))
+        if self._recorder is not None and self._step_count <= settings.first + settings.steps:
+            self._recorder.end_step(self._last_global_step)
+            if self._step_count == settings.first + settings.steps:
+                self._recording_hooks.close()
+        if self._step_count > settings.last:
             self._report(self._clock, self._recorder)
 
-    def _look(self) -> None:
+    def _record_state_bytes(self) -> None:
         """Record the peak of the bytes of model states."""
-        self._held = max(self._held, measure_state_bytes(self._engine), key=lambda states: states.total)
+        self._state_bytes = max(self._state_bytes, measure_state_bytes(self._engine), key=lambda states: states.total)
 
     def _hop_of(self, group: ProcessGroup | None) -> str:
         ranks = get_process_group_ranks(dist.get_world_group() if group is None else group)
@@ -156,21 +158,22 @@ class _Reporter:
 
     def _report(self, clock: Clock, recorder: Recorder | None) -> None:
         assert recorder is not None
-        self._end()
+        # Restored first: the report's own collectives must not be recorded.
+        self._restore_engine()
         steps = recorder.steps()
         seconds = [end - begin for begin, end in itertools.pairwise(map(clock.seconds, self._ends))]
-        undisturbed = seconds[:UNDISTURBED] + seconds[UNDISTURBED + self._settings.steps :]
-        report = make(self._engine, steps, undisturbed, self._held, self._settings.probe)
+        undisturbed = seconds[:UNRECORDED_STEPS] + seconds[UNRECORDED_STEPS + self._settings.steps :]
+        report = build_report(self._engine, steps, undisturbed, self._state_bytes, self._settings.probe)
         if report is not None:
-            write(report, Path(self._settings.folder))
+            write_report(report, Path(self._settings.folder))
 
-    def _warn(self) -> None:
+    def _warn_without_report(self) -> None:
         """Log at the end of an engine or of a process that no report was made."""
         if dist.is_initialized() and dist.get_rank() == 0:
             logger.warning(
-                f"deepspeed_ext: there is no report: the training ended after {self._taken} optimizer steps, and the "
-                f"report needs {self._settings.last + 1} ({ReportSettings.key}.after {self._settings.after}, and "
-                f"{2 * UNDISTURBED + self._settings.steps} around and with those that are recorded)."
+                f"deepspeed_ext: no report was written: the training ended after {self._step_count} optimizer steps, "
+                f"and a report needs {self._settings.last + 1}: {ReportSettings.key}.after {self._settings.after}, "
+                f"then {2 * UNRECORDED_STEPS + self._settings.steps} that are timed or recorded."
             )
 
 
@@ -189,17 +192,17 @@ Around = Callable[..., AbstractContextManager[None]]  # takes a method's argumen
 
 
 @contextmanager
-def call_before_phases(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
+def call_before_phases(engine: Engine, function: Callable[[], None]) -> Iterator[None]:
     """Context in which a function is called before each forward and each update of an engine."""
 
     @contextmanager
-    def looking(*_: Any) -> Iterator[None]:
-        look()
+    def call_function(*_: Any) -> Iterator[None]:
+        function()
         yield
 
     with ExitStack() as installed:
         for name in ("_take_model_step", *(() if engine.pipeline_parallelism else ("forward",))):
-            _wrap(installed, engine, name, looking)
+            _wrap(installed, engine, name, call_function)
         yield
 
 
@@ -229,7 +232,7 @@ def attach(recorder: Recorder, engine: Engine) -> Iterator[None]:
         for name, operation in OPERATIONS.items():
             run = getattr(deepspeed_comm.cdb, name, None)
             if run is not None:
-                _replace(installed, deepspeed_comm.cdb, name, recorded(recorder, name, operation, run))
+                _replace(installed, deepspeed_comm.cdb, name, record_operation(recorder, name, operation, run))
         if not recorder.clock.on_host:
             _attach_to_streams(recorder, installed)
         yield
@@ -244,7 +247,7 @@ def _replace(installed: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _inside(method: Callable[..., Any], around: Around) -> Callable[..., Any]:
+def _run_inside(method: Callable[..., Any], around: Around) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with around(*args):
@@ -257,7 +260,7 @@ def _wrap(installed: ExitStack, owner: Any, name: str, around: Around) -> None:
     """Run a method of an object, if it exists, inside a context, until the stack is closed."""
     method = getattr(owner, name, None)
     if method is not None:
-        _replace(installed, owner, name, _inside(method, around))
+        _replace(installed, owner, name, _run_inside(method, around))
 
 
 def _instructions(recorder: Recorder, engine: Engine) -> Mapping[type, Callable[..., Any]]:
@@ -266,7 +269,7 @@ def _instructions(recorder: Recorder, engine: Engine) -> Mapping[type, Callable[
 
     kinds = {schedule.ForwardPass: FORWARD, schedule.BackwardPass: BACKWARD}
     return {
-        kind: _inside(run, lambda *_, kind=kind: recorder.phase(kinds[kind])) if kind in kinds else run
+        kind: _run_inside(run, lambda *_, kind=kind: recorder.phase(kinds[kind])) if kind in kinds else run
         for kind, run in engine._INSTRUCTION_MAP.items()
     }
 
@@ -283,6 +286,7 @@ def _attach_to_loss_backward(recorder: Recorder, engine: Engine, installed: Exit
 
     def epilogue() -> Any:
         result = end()
+        # ``engine.backward`` opens and closes the phase itself; only a phase that was opened here is closed here.
         if opened:
             opened.clear()
             recorder.close(BACKWARD)
@@ -325,11 +329,11 @@ def _wrap_hooks(installed: ExitStack, handles: Iterable[Any], around: Around) ->
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
-            installed.callback(_put_back, hooks, handle.id, hooks[handle.id])
-            hooks[handle.id] = _inside(hooks[handle.id], around)
+            installed.callback(_restore_hook, hooks, handle.id, hooks[handle.id])
+            hooks[handle.id] = _run_inside(hooks[handle.id], around)
 
 
-def _put_back(hooks: dict[int, Any], number: int, hook: Any) -> None:
+def _restore_hook(hooks: dict[int, Any], number: int, hook: Any) -> None:
     if number in hooks:  # unless the hook has been removed since
         hooks[number] = hook
 
@@ -340,7 +344,7 @@ def _attach_to_streams(recorder: Recorder, installed: ExitStack) -> None:
     wait = kind.wait_event
 
     def wait_event(self: Any, event: Any) -> Any:
-        if not recorder.clock.trains() or self != get_accelerator().current_stream():
+        if not recorder.clock.on_training_lane() or self != get_accelerator().current_stream():
             return wait(self, event)
         begin = recorder.clock.mark()
         result = wait(self, event)

@@ -264,7 +264,7 @@ class GradientReduction:
         if self.awaits_boundary and strategy.g != strategy.os:
             raise RuntimeError(
                 f"Gradients can be read and changed only at the accumulation boundary: with paro_strategy "
-                f"{strategy.name} (g = {strategy.g.name}, os = {strategy.os.name}), they are not summed over all "
+                f"{strategy} (g = {strategy.g.name}, os = {strategy.os.name}), they are not summed over all "
                 f"ranks earlier."
             )
 

@@ -253,8 +253,8 @@ def strategies_of(kind: str) -> tuple[str, ...]:
     """Return the strategies that a kind of cases is drawn with."""
     if kind == "without loss":
         return tuple(name for name in (*REPLICATED, *SHARDED) if name[2] == "G" and name[0] != "G")
-    of_kinds = {"replicated": REPLICATED, "sharded": SHARDED, "experts": REPLICATED, "windows": SHARDED}
-    return of_kinds.get(kind, (*REPLICATED, *SHARDED))
+    phase_intervals = {"replicated": REPLICATED, "sharded": SHARDED, "experts": REPLICATED, "windows": SHARDED}
+    return phase_intervals.get(kind, (*REPLICATED, *SHARDED))
 
 
 def draw_compression(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:

@@ -67,7 +67,7 @@ def _clock(setup: Any) -> None:
     """See that moments are of the device that trains, and of the stream that they are marked on."""
     clock = make_clock()
     setup.report.check("it is the device's", isinstance(clock, DeviceClock) == setup.cuda)
-    setup.report.check("the current stream trains", clock.trains())
+    setup.report.check("the current stream trains", clock.on_training_lane())
     if not setup.cuda:
         return
     # Made before, since the first one takes long; several, since two streams may share a queue of the hardware.
@@ -79,7 +79,7 @@ def _clock(setup: Any) -> None:
     for other in other_ranks:  # beside the stream that sleeps
         with get_accelerator().stream(other):
             early.append(clock.mark())
-            setup.report.check("another stream does not train", not clock.trains())
+            setup.report.check("another stream does not train", not clock.on_training_lane())
     clock.settle()
     slept = clock.seconds(end) - clock.seconds(begin)
     setup.report.figure("seconds of a sleep", slept)

@@ -61,9 +61,9 @@ def summarize(side: Side, stock: dict[str, Outcome], ours: dict[str, Outcome]) -
 
 
 def _strategies(text: str) -> tuple[str, ...]:
-    from deepspeed_ext.strategy import STRATEGIES
+    from deepspeed_ext.strategy import STRATEGIES, plain_name
 
-    names = tuple(text.upper().split(","))
+    names = tuple(map(plain_name, text.upper().split(",")))
     if [STRATEGIES[name].stage == 3 for name in names if name in STRATEGIES] != [False, False, True]:
         raise argparse.ArgumentTypeError(f"expected a strategy for each of the stages 1, 2 and 3, got {text!r}")
     return names

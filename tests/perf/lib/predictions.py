@@ -55,7 +55,7 @@ def at_scale(parameters: int, share: float) -> Table:
     cells: dict[str, list[str]] = {name: [] for name in (*SCALE_METHODS, "chosen")}
     for ranks in SCALE_RANKS:
         sizes = GroupSizes(ranks, PER_NODE)
-        rates = Rates.of_links(sizes, PER_NODE, 2400, 200, Latencies.of(sizes, PER_NODE), 1500e9)
+        rates = Rates.of_links(sizes, PER_NODE, 2400, 200, Latencies.for_groups(sizes, PER_NODE), 1500e9)
         states = ModelStates.of(parameters, count)
         model = Model(states, accumulation=4, compute=compute, fetches=parameters // FETCHED)
         plans = plan(sizes, model, rates, 64e9)
@@ -102,7 +102,7 @@ class Cluster:
 
     def rates(self, sizes: GroupSizes) -> Rates:
         """Return the rates of the hops of groups of a node."""
-        latencies = Latencies.of(sizes, PER_NODE, self.step)
+        latencies = Latencies.for_groups(sizes, PER_NODE, self.step)
         return Rates.of_links(sizes, PER_NODE, self.intra_gbps, self.inter_gbps, latencies, self.memory)
 
 
@@ -194,7 +194,9 @@ def host_parameters(kind: str) -> Table:
     """Return seconds of a step over each link, a line for each method and place; ZeRO-3 is last in each place."""
     lines_by_method: dict[tuple[str, bool], list[str]] = {}
     for gbps in LINKS:
-        rates = Rates.of_links(HOST_SIZES, PER_NODE, 200.0, gbps, Latencies.of(HOST_SIZES, PER_NODE), host=12e9)
+        rates = Rates.of_links(
+            HOST_SIZES, PER_NODE, 200.0, gbps, Latencies.for_groups(HOST_SIZES, PER_NODE), host=12e9
+        )
         stock = predict_plain_stage("GGG", HOST_SIZES, _host_model(kind, True), rates).total_seconds
         for on_host in (False, True):
             model = _host_model(kind, on_host)

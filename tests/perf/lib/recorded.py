@@ -15,10 +15,10 @@ import torch.distributed as dist
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import StateBytes
 from deepspeed_ext.tools.clocks import HostClock
-from deepspeed_ext.tools.plan.recorded import Recorded
+from deepspeed_ext.tools.plan.recorded_training import RecordedTraining
 from deepspeed_ext.tools.plan.what_if import WhatIf
 from deepspeed_ext.tools.report import measures
-from deepspeed_ext.tools.report.contents import make
+from deepspeed_ext.tools.report.contents import build_report
 from deepspeed_ext.tools.report.measures import Step, hop_of
 from deepspeed_ext.tools.report.recorder import Recorder
 from deepspeed_ext.tools.report.reporter import attach
@@ -57,7 +57,7 @@ class RecordedMeasurement(OverlapMeasurement):
         """Take a turn with a recorder."""
         turn, steps = recorded_turn(self.made[name], self.turn, self.setting.ranks_per_node)
         self._seconds[name] += turn.seconds
-        self._parts[name] += map(measures.parts, steps[-self.args.steps :])
+        self._parts[name] += map(measures.step_parts, steps[-self.args.steps :])
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         means = [statistics.fmean(parts[name] for parts in self._parts[row.method]) for name in measures.PARTS]
@@ -122,21 +122,21 @@ class WhatIfMeasurement(BlocksMeasurement):
     def turn(self, method: Method) -> Turn:
         return self.turns.steps_in_a_row(method, self.args.steps)
 
-    def _record(self, method: Any) -> Recorded:
+    def _record(self, method: Any) -> RecordedTraining:
         """Return the report of a method. Collective."""
         _, steps = recorded_turn(method, self.turn, self.setting.ranks_per_node)
-        report = [make(method.engine, steps[-self.args.steps :], [], StateBytes(0, 0, 0), True)]
+        report = [build_report(method.engine, steps[-self.args.steps :], [], StateBytes(0, 0, 0), True)]
         dist.broadcast_object_list(report)
         assert report[0] is not None
-        return Recorded.of(report[0])
+        return RecordedTraining.from_report(report[0])
 
     def complete(self, row: Row, rates: Any) -> None:
         super().complete(row, rates)
         own = self._recorded[row.method]
-        row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained}
+        row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained_seconds}
         for source, recorded in (("own", own), ("plain", self._recorded[STOCK])):
-            cluster = replace(recorded.described.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
-            what_if = WhatIf(recorded, cluster, recorded.described.model)
+            cluster = replace(recorded.planner_input.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
+            what_if = WhatIf(recorded, cluster, recorded.planner_input.model)
             seconds = next(o.seconds for o in what_if.rows if o.prediction.name == row.method and 8 not in o.bits)
             row.more |= {f"seconds_predicted_{source}": seconds, f"error_{source}": seconds / row.median - 1}
 

@@ -11,7 +11,7 @@ from deepspeed_ext.strategy import GroupSizes, ModelStates
 UNLIMITED = "unlimited"
 ADAMW, MUON = "AdamW", "Muon"
 FP32, BF16 = "fp32", "bf16"
-FORMS = {form.label: form for form in compression.FORMS}
+FORMS = {form.label: form for form in compression.COMPRESSIONS}
 _, LOCO, BOTH = FORMS  # suffixes of a strategy's name, as the next two
 NATIVE = " (gloo's collectives)"
 WIDE = " (reduces in fp32)"  # in bf16, where reductions are in bf16 otherwise

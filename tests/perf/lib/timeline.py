@@ -28,7 +28,7 @@ from dataclasses import astuple, dataclass, replace
 import numpy
 from numpy.typing import NDArray
 
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import PLAIN, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
@@ -120,7 +120,7 @@ def _case(row: Row, campaign: str, sizes: GroupSizes, model: Model) -> Case | No
     if name in STRATEGIES:
         return Case(row, campaign, False, STRATEGIES[name], FORMS[form], sizes, model)
     if row.method in LETTERS and not model.matrices:
-        return Case(row, campaign, True, STRATEGIES[LETTERS[row.method]], AS_IT_IS, sizes, model)
+        return Case(row, campaign, True, STRATEGIES[LETTERS[row.method]], UNCOMPRESSED, sizes, model)
     return None
 
 

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed_ext.checkpoint import commit
 from deepspeed_ext.checkpoint import folder as folders
 from deepspeed_ext.checkpoint.files import CheckpointFiles, wrap
+from deepspeed_ext.strategy import hyphenate
 from tests.harness import snapshots, training
 from tests.harness.kills import Kill
 from tests.harness.kills import run as run_kill
@@ -128,8 +129,8 @@ def test_differently_sharded_states_are_refused(ranks: Any, tmp_path: Path) -> N
         for (saved, loaded, _, reason), (message, changed) in zip(MISFITS, rows, strict=True):
             assert message.startswith("CheckpointError: rank 0: ") and reason in message, message
             if saved != loaded:
-                assert f"saved with paro_strategy {saved} in groups of 2, by 4 ranks" in message, message
-                assert f"loaded with paro_strategy {loaded} in groups of 2, by 4 ranks" in message, message
+                assert f"saved with paro_strategy {hyphenate(saved)} in groups of 2, by 4 ranks" in message, message
+                assert f"loaded with paro_strategy {hyphenate(loaded)} in groups of 2, by 4 ranks" in message, message
                 assert "python -m deepspeed_ext convert" in message
             assert not changed
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext compare``: what it launches, prints and refuses."""
+"""``python -m deepspeed_ext compare``: its launches, output and errors."""
 
 import json
 import math
@@ -97,18 +97,18 @@ def test_a_script_under_two_configurations(
     options = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--launch", f"{sys.executable} launch.py"]
     options += ["--json", "all.json", "--", "train.py", "--config", "{config}"]
     assert compare("a.json", "nig.json", *options) == 0
-    said = capfd.readouterr()
-    head, _, titles, a, b, _, of_b = said.out.splitlines()
+    output = capfd.readouterr()
+    head, _, titles, a, b, _, of_b = output.out.splitlines()
     assert head.startswith("2 rank(s) of cpu, float32, DeepSpeed ") and "s per step" in titles
-    assert [row.split()[:3] for row in (a, b)] == [["A", "a.json", "ZeRO-2"], ["B", "nig.json", "NIG"]]
+    assert [row.split()[:3] for row in (a, b)] == [["A", "a.json", "ZeRO-2"], ["B", "nig.json", "N-I-G"]]
     assert "losses agree (largest difference " in of_b
     written = json.loads((folder / "all.json").read_text())
-    assert [one["problem"] for one in written["comparisons"]] == [""] and written["losses_agree"]
+    assert [entry["problem"] for entry in written["comparisons"]] == [""] and written["losses_agree"]
     assert written["comparisons"][0]["loss_difference"] < 1e-6
-    assert [len(turn["seconds"]) for one in written["configs"] for turn in one["turns"]] == [2, 2]
-    kept = {path.name for path in (folder / "deepspeed_compare").iterdir()}
-    assert kept == {f"1-{letter}{kind}" for letter in "AB" for kind in (".json", f"-{platform.node()}.log")}
-    assert said.err == ""  # no bar where stderr is no terminal
+    assert [len(turn["seconds"]) for entry in written["configs"] for turn in entry["turns"]] == [2, 2]
+    files = {path.name for path in (folder / "deepspeed_compare").iterdir()}
+    assert files == {f"1-{letter}{kind}" for letter in "AB" for kind in (".json", f"-{platform.node()}.log")}
+    assert output.err == ""  # no bar where stderr is no terminal
 
 
 @pytest.mark.deep
@@ -136,18 +136,18 @@ def test_stock_launchers(compare: Any, capfd: pytest.CaptureFixture[str], launch
 def test_a_script_that_fails(compare: Any, folder: Path, capsys: Any, script: str, expected: str) -> None:
     (folder / "fails.py").write_text(script)
     assert compare("a.json", "nig.json", "--launch", sys.executable, "--", "fails.py") == 1
-    said = capsys.readouterr().err
-    assert expected in said and said.endswith("A (a.json) failed in round 1.\n")
+    output = capsys.readouterr().err
+    assert expected in output and output.endswith("A (a.json) failed in round 1.\n")
 
 
 @pytest.mark.quick
 def test_turns_replaced_keys_and_orders(compare: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each launch is told, without one."""
+    """The settings of each launch, without launching."""
     loss = 1.0
     turns: list[tuple[str, dict[str, Any] | None]] = []
 
     def taken(launch: list[str], env: dict[str, str], log: Path, seconds: float) -> None:
-        turn = command.Turn.decode(env[command.VARIABLE])
+        turn = command.RunSpec.decode(env[command.VARIABLE])
         turns.append((log.stem, turn.config))
         report = {"strategy": "ZeRO-2", "ranks": 2, "device": "cpu", "dtype": "float32", "samples": 8}
         memory = dict.fromkeys(("peak_bytes", "parameter_bytes", "optimizer_bytes"), 1)
@@ -188,15 +188,15 @@ def test_turns_replaced_keys_and_orders(compare: Any, folder: Path, monkeypatch:
         ("a.json nig.json -- -m", "expected the script after --"),
         ("a.json nig.json -- none.py", "there is no script none.py"),
         ("a.json none.json -- train.py", "the configuration none.json cannot be read: No such file"),
-        ("a.json train.py -- train.py", "the configuration train.py is no JSON: "),
+        ("a.json train.py -- train.py", "the configuration train.py is not valid JSON: "),
         ("a.json list.json -- train.py", "list.json must be a dictionary, got list"),
         ("a.json auto.json -- train.py", 'auto.json has a value "auto", which a framework replaces'),
         ("a.json early.json -- train.py", "early.json has tensor_parallel, which DeepSpeed reads before"),
         ("a.json nig.json --hostfile none -- train.py", "there is no --hostfile none"),
-        ("a.json nig.json --launch srun --ranks 2 -- train.py", "--launch is the whole prefix; leave out --ranks."),
+        ("a.json nig.json --launch srun --ranks 2 -- train.py", "--launch replaces the launcher; remove --ranks."),
         ("a.json nig.json --launcher torchrun --hostfile a.json -- train.py", "with torchrun use --launch on each"),
         ("a.json nig.json --steps 0 -- train.py", "must be above 0, got 0"),
-        ("a.json nig.json --folder a.json -- train.py", "cannot be made"),
+        ("a.json nig.json --folder a.json -- train.py", "cannot be created"),
     ],
 )
 def test_what_cannot_run_is_refused(
@@ -212,7 +212,7 @@ def test_what_cannot_run_is_refused(
 
 @pytest.mark.quick
 def test_what_follows_the_dashes_is_the_scripts(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr(command, "run_command", lambda arguments, script: seen.append(list(script)) or 0)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(command, "run_command", lambda arguments, script: commands.append(list(script)) or 0)
     compare("a.json", "nig.json", "--steps", "4", "--", "train.py", "--steps", "9", "--", "--json", "x")
-    assert seen == [["train.py", "--steps", "9", "--", "--json", "x"]]
+    assert commands == [["train.py", "--steps", "9", "--", "--json", "x"]]

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of launchers, what reaches their ranks, and that none of them is left."""
+"""Commands of launchers, the environment of their ranks, and that no rank is left running."""
 
 import importlib
 import os
@@ -15,16 +15,16 @@ import pytest
 
 from deepspeed_ext.tools.compare import launching
 from deepspeed_ext.tools.compare.launching import Launcher, RunFailed, environment, run
-from deepspeed_ext.tools.compare.turn import VARIABLE, Turn
+from deepspeed_ext.tools.compare.run_spec import VARIABLE, RunSpec
 
-TURN = Turn(10, 3, "/folder/1-A.json", {"zero_optimization": {"stage": 3}})
+TURN = RunSpec(10, 3, "/folder/1-A.json", {"zero_optimization": {"stage": 3}})
 CONFIG = Path("/configs/a.json")
 SCRIPT = ["train.py", "--deepspeed_config={config}", "--epochs", "1"]
 MODULE = ["-m", "package.train", "--config", "{config}"]
 
 
 def parsed(launcher: Launcher, script: list[str]) -> dict[str, Any]:
-    """Return what the stock launcher reads of our command."""
+    """Return our command as the stock launcher parses it."""
     python, minus_m, module, *words = launcher.command(script, CONFIG)
     assert (python, minus_m) == (sys.executable, "-m")
     assert module in ("torch.distributed.run", "deepspeed.launcher.runner")
@@ -33,15 +33,15 @@ def parsed(launcher: Launcher, script: list[str]) -> dict[str, Any]:
 
 def test_stock_launchers_read_our_commands() -> None:
     launchers = [Launcher("deepspeed", 2), Launcher("deepspeed", None, "hosts"), Launcher("torchrun", 2)]
-    rows = [parsed(one, script) for one in launchers for script in (SCRIPT, MODULE)]
+    rows = [parsed(each_launcher, script) for each_launcher in launchers for script in (SCRIPT, MODULE)]
     for number, row in enumerate(rows):
         module = number % 2 == 1
         script, *arguments = [word.replace("{config}", str(CONFIG)) for word in (MODULE[1:] if module else SCRIPT)]
         assert row.get("user_script", row.get("training_script")) == script
         assert row.get("user_args", row.get("training_script_args")) == arguments
         assert row["module"] is module
-    here, hosts, torchrun = rows[::2]
-    assert here["num_gpus"] == 2 and here["master_port"] != 29500
+    local, hosts, torchrun = rows[::2]
+    assert local["num_gpus"] == 2 and local["master_port"] != 29500
     assert hosts["hostfile"] == "hosts" and hosts["num_gpus"] == -1
     assert torchrun["nproc_per_node"] == "2" and torchrun["standalone"]
     command = Launcher(prefix='srun --export="ALL" python').command(SCRIPT, CONFIG)
@@ -55,19 +55,19 @@ def test_variables_reach_other_nodes_beside_the_users(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\n\n")
     (tmp_path / "here" / ".deepspeed_env").write_text("LD_PRELOAD=/lib/a=b.so")
-    with environment(TURN) as found:
-        file = Path(found["DS_ENV_FILE"])
+    with environment(TURN) as env:
+        file = Path(env["DS_ENV_FILE"])
         lines = dict(line.split("=", 1) for line in file.read_text().splitlines())  # as DeepSpeed's runner reads it
         assert file.stat().st_mode & 0o777 == 0o600  # the lines may be secrets
     assert not file.exists()
     assert lines == {"NCCL_DEBUG": "INFO", "LD_PRELOAD": "/lib/a=b.so", VARIABLE: TURN.encode()}
-    assert Turn.decode(found[VARIABLE]) == TURN and found["PATH"] == os.environ["PATH"]
+    assert RunSpec.decode(env[VARIABLE]) == TURN and env["PATH"] == os.environ["PATH"]
     assert file.is_absolute()  # so that the runner finds it in any folder
     assert not re.search(r"[^\w@%+=:,./-]", lines[VARIABLE])  # which it would quote
 
 
 def is_running(process: int) -> bool:
-    """Return whether a process has not been killed yet; a zombie has, and nobody has asked for its status."""
+    """Return whether a process has not been killed yet; a zombie has been killed, but its status was not read."""
     try:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison measures inside the ranks of a script that knows nothing of it."""
+"""Measurements of a comparison inside the ranks of an unchanged script."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.tools import clocks
 from deepspeed_ext.tools.compare import measuring
 from deepspeed_ext.tools.compare.measuring import Measurement
-from deepspeed_ext.tools.compare.turn import UNFINISHED, VARIABLE, Turn, current
+from deepspeed_ext.tools.compare.run_spec import UNFINISHED, VARIABLE, RunSpec, current_run_spec
 from tests.harness import training
 from tests.harness.pipelines import Pipe, train_pipeline
 from tests.harness.tiers import deep
@@ -28,8 +28,8 @@ STEPS, WARM_UP = 3, 2
 
 
 @contextlib.contextmanager
-def launched(turn: Turn) -> Iterator[None]:
-    """Be a process that the command has launched, which ends within this context; what atexit would do is done."""
+def launched(turn: RunSpec) -> Iterator[None]:
+    """Act as a process that the command has launched and that ends within this context; run its atexit functions."""
     with (
         mock.patch.dict(os.environ, {VARIABLE: turn.encode()}),
         mock.patch.object(measuring, "_measurement", None),
@@ -51,7 +51,7 @@ def train_case(report: str, zero: dict[str, Any], steps: int = 10, **job: Any) -
         losses.append(micro_step(*args))
         return losses[-1]
 
-    with launched(Turn(STEPS, WARM_UP, report)), mock.patch.object(training, "micro_step", noted):
+    with launched(RunSpec(STEPS, WARM_UP, report)), mock.patch.object(training, "micro_step", noted):
         try:
             training.train(Job(steps=steps, **job), zero)
         except SystemExit as ended:
@@ -60,32 +60,37 @@ def train_case(report: str, zero: dict[str, Any], steps: int = 10, **job: Any) -
 
 
 def pipeline_case(report: str) -> Any:
-    with launched(Turn(STEPS, WARM_UP, report)), pytest.raises(SystemExit) as ended:
+    with launched(RunSpec(STEPS, WARM_UP, report)), pytest.raises(SystemExit) as ended:
         train_pipeline(Pipe(steps=10), {"stage": 1})
     return ended.value.code
 
 
 def configured_case(report: str, config: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the configuration as the script has it after the engine is made, and the engine's strategy."""
-    mine = configuration(Job(), {"stage": 3})
-    with launched(Turn(STEPS, WARM_UP, report, config)), mock.patch(f"{make_engine.__module__}.configuration") as made:
-        made.return_value = mine
+    script_config = configuration(Job(), {"stage": 3})
+    with (
+        launched(RunSpec(STEPS, WARM_UP, report, config)),
+        mock.patch(f"{make_engine.__module__}.configuration") as configured,
+    ):
+        configured.return_value = script_config
         engine, _ = make_engine(Job(), {})
-    found = active_strategy(engine._config)
+    active = active_strategy(engine._config)
     engine.destroy()
     assert deepspeed.comm.get_world_size() == 2
-    return {key: mine[key] for key in ("zero_optimization", "train_micro_batch_size_per_gpu")}, found and found.name
+    return {
+        key: script_config[key] for key in ("zero_optimization", "train_micro_batch_size_per_gpu")
+    }, active and active.name
 
 
 def two_engines_case(report: str) -> int:
     """Return how many steps the second engine has taken when the first has taken all that are measured."""
-    with launched(Turn(STEPS, WARM_UP, report)), contextlib.suppress(SystemExit):
-        one, other = (make_engine(Job(), {"stage": 1})[0] for _ in range(2))
+    with launched(RunSpec(STEPS, WARM_UP, report)), contextlib.suppress(SystemExit):
+        first, other = (make_engine(Job(), {"stage": 1})[0] for _ in range(2))
         data = training.batches(Job())
         for _ in range(2):
             training.micro_step(other, Job(), 0, *next(data))  # of the one that steps later
         while True:
-            for engine in (one, other):
+            for engine in (first, other):
                 training.micro_step(engine, Job(), 0, *next(data))
                 engine.step()
     return int(other.global_steps)
@@ -132,9 +137,9 @@ def test_a_script_that_ends_too_early_or_gives_no_losses(ranks: Any, tmp_path: P
 
 def test_a_configuration_in_code_is_replaced_key_by_key(ranks: Any, tmp_path: Path) -> None:
     config = {"zero_optimization": {"paro_strategy": "NIG", "paro_group_size": 1}, "train_batch_size": "auto"}
-    found, strategy = ranks(2).run(configured_case, str(tmp_path / "report.json"), config)[0]
-    assert strategy == "NIG" and found["zero_optimization"]["paro_strategy"] == "NIG"
-    assert found["zero_optimization"].get("stage") != 3 and isinstance(found["train_micro_batch_size_per_gpu"], int)
+    active, strategy = ranks(2).run(configured_case, str(tmp_path / "report.json"), config)[0]
+    assert strategy == "NIG" and active["zero_optimization"]["paro_strategy"] == "NIG"
+    assert active["zero_optimization"].get("stage") != 3 and isinstance(active["train_micro_batch_size_per_gpu"], int)
 
 
 def test_the_first_engine_that_ends_a_step_is_measured(ranks: Any, tmp_path: Path) -> None:
@@ -145,13 +150,13 @@ def test_the_first_engine_that_ends_a_step_is_measured(ranks: Any, tmp_path: Pat
 
 @pytest.mark.quick
 def test_a_turn_survives_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = Turn(10, 3, "/some where/1-A.json", {"zero_optimization": {"stage": 3}, "x": 'ü"$('})
-    assert Turn.decode(turn.encode()) == turn
+    turn = RunSpec(10, 3, "/some where/1-A.json", {"zero_optimization": {"stage": 3}, "x": 'ü"$('})
+    assert RunSpec.decode(turn.encode()) == turn
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ValueError, match=f"{VARIABLE} is set by python -m deepspeed_ext compare .* Unset it"):
-        current()
+        current_run_spec()
     monkeypatch.delenv(VARIABLE)
-    assert current() is None
+    assert current_run_spec() is None
 
 
 class Event:
@@ -177,7 +182,7 @@ def test_on_a_device_nothing_waits_before_the_end(monkeypatch: pytest.MonkeyPatc
     engine = mock.Mock(pipeline_parallelism=True, train_batch=lambda: torch.zeros(()))
     monkeypatch.setattr(clocks, "get_accelerator", lambda: device)
     monkeypatch.setattr(Measurement, "_finish", lambda *_: None)
-    measurement = Measurement(Turn(steps=3, warm_up=1, report=""))
+    measurement = Measurement(RunSpec(steps=3, warm_up=1, report=""))
     measurement.watch(engine)
     assert not Event.recorded, "a device is used before the script has chosen its own"
     for _ in range(4):

@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed_ext.config.keys import our_keys
 from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
-from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from tests.harness import training
 from tests.harness.config_sections import CPU, GGG, IIG, III, NIG, NVME, config
 from tests.harness.tiers import deep
@@ -38,8 +38,8 @@ def muon(method: Any) -> dict[str, Any]:
 
 
 def cannot(key: str, strategy: str) -> str:
-    """Return the start of the message that refuses a key beside a strategy, as a pattern."""
-    return f"^{re.escape(key)} cannot be combined with zero_optimization.paro_strategy {strategy}: "
+    """Return a pattern for the start of the message that refuses a key with a strategy."""
+    return f"^{re.escape(key)} cannot be combined with zero_optimization.paro_strategy {hyphenate(strategy)}: "
 
 
 def in_zero(key: str) -> str:
@@ -58,9 +58,13 @@ def beside(strategy: dict[str, Any], key: str, zero: dict[str, Any], why: str = 
 
 
 STRATEGY = alone(
-    ({"paro_strategy": "NGI"}, "one of NNN, .*GGG .*got 'NGI'. NGI is not a strategy.*os = I is coarser than g = G"),
-    ({"paro_strategy": "fast"}, "one of NNN, .*GGG .*, or fastest, got 'fast'"),
-    ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'NIG'\\?"),
+    (
+        {"paro_strategy": "NGI"},
+        "one of N-N-N, .*G-G-G .*got 'NGI'. N-G-I is not a strategy.*os = I is coarser than g = G",
+    ),
+    ({"paro_strategy": "fast"}, "one of N-N-N, .*G-G-G .*, or fastest, got 'fast'"),
+    ({"paro_strategy": "N-IG"}, "one of N-N-N, .*, or fastest, got 'N-IG'.$"),
+    ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'N-I-G'\\?"),
     *(
         ({f"paro_{key}": value}, f"paro_{key} is set .* without zero_optimization.paro_strategy")
         for key, value in (
@@ -85,13 +89,19 @@ STRATEGY = alone(
         for value in (-1, False, 9.0, None)
     ),
     ({"paro_strategy": "NIG", "paro_overlap_updates": 1}, "paro_overlap_updates must be true or false, got 1 of type"),
-    ({"paro_strategy": "NIG", "stage": 3}, "NIG places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2"),
-    ({"paro_strategy": "IIG", "stage": 2}, "IIG places p = I, g = I, which is stage 3, got stage 2. Set .*to 3"),
+    (
+        {"paro_strategy": "NIG", "stage": 3},
+        "N-I-G places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2",
+    ),
+    ({"paro_strategy": "IIG", "stage": 2}, "I-I-G places p = I, g = I, which is stage 3, got stage 2. Set .*to 3"),
     (
         {"paro_stratgy": "NIG"},
         "no key 'paro_stratgy': .*paro_strategy, paro_group_size, .*zeropp_loco_param. Did you mean 'paro_strategy'",
     ),
-    ({"paro_strategy": "NIG", "paro_memory_gb": 4}, "paro_memory_gb is for paro_strategy fastest, got .* 'NIG'"),
+    (
+        {"paro_strategy": "NIG", "paro_memory_gb": 4},
+        "paro_memory_gb is for paro_strategy fastest, got .* N-I-G\\. Remove",
+    ),
     ({"paro_strategy": "NIG", "paro_decision_file": "f"}, "paro_decision_file is for paro_strategy fastest"),
     (FASTEST | {"paro_memory_gb": 0}, "number above 0 .*got 0 of type int"),
     (FASTEST | {"paro_memory_gb": True}, "got True of type bool"),
@@ -113,7 +123,7 @@ REPORT = alone(
     ),
 )
 OUTER = alone(
-    (outer("NIG"), r"os = I\): .*paro_strategy must be one of NNI, NII, INI, III, got 'NIG'. III shards"),
+    (outer("NIG"), r"os = I\): .*paro_strategy must be one of N-N-I, N-I-I, I-N-I, I-I-I, got N-I-G. I-I-I shards"),
     ({"paro_strategy": "III", "paro_outer_optimizer": 30}, "must be a dictionary of steps, lr, .*got 30 of type int"),
     (outer(step=30), "paro_outer_optimizer has no key 'step'.*Did you mean 'steps'"),
     (outer(steps=0), "steps must be an integer of at least 1 .*got 0"),
@@ -125,10 +135,10 @@ OUTER = alone(
     (outer(offload="nvme"), 'offload must be "none" or "cpu", got \'nvme\''),
     (outer(steps=2, fragments=3), "fragments must be at most .*steps.*got 3 fragments and 2 steps"),
     (outer(steps=10, fragments=3, delay=3), "with 10 steps and 3 fragments less than 3, got 3"),
-    (outer() | {"zeropp_loco_param": {}}, "zeropp_loco_param cannot be combined with .*bits says in how many bits"),
+    (outer() | {"zeropp_loco_param": {}}, "zeropp_loco_param cannot be combined with .*bits sets the bits"),
     (outer() | UPDATES, "paro_quantized_updates cannot be combined"),
 )
-BESIDE: list[Row] = [
+OTHER_PACKAGES: list[Row] = [
     beside(NIG, in_zero("zenflow"), {"zenflow": {}}),
     beside(
         IIG,
@@ -157,7 +167,7 @@ BESIDE: list[Row] = [
             strategy,
             in_zero("paro_parameter_cache_bytes"),
             {"paro_parameter_cache_bytes": 9} | offload,
-            ".*that have such: ING, IIG, IGG. ",
+            ".*with such slices: I-N-G, I-I-G, I-G-G. ",
         )
         for strategy, offload in ((NIG, {}), (III, {"offload_param": CPU}), (GGG, {"offload_param": CPU}))
     ),
@@ -173,12 +183,12 @@ BESIDE: list[Row] = [
     *(
         beside(strategy, in_zero("zero_quantized_weights"), {"zero_quantized_weights": True}, why)
         for strategy, why in (
-            (NIG, ".*; paro_quantized_updates sends what a step has changed of them in few"),
-            (III, "no parameters are sent .*; paro_quantized_updates sends sums of gradients back"),
-            (GGG, r"parameters are gathered as they are\. Remove one"),
+            (NIG, ".*; paro_quantized_updates quantizes the changes of each step"),
+            (III, "no parameters are sent .*; paro_quantized_updates quantizes sums of gradients"),
+            (GGG, r"parameters are gathered unquantized\. Remove one"),
         )
     ),
-    beside(GGG, in_zero("paro_quantized_updates"), UPDATES, "with p = G no rank holds"),
+    beside(GGG, in_zero("paro_quantized_updates"), UPDATES, "with p = G, no rank holds"),
     beside(III, in_zero("reduce_scatter"), UPDATES | {"reduce_scatter": False}, "an all-reduce has no"),
     *(
         beside(
@@ -190,11 +200,15 @@ BESIDE: list[Row] = [
         )
         for kind in ("fp16", "bf16")
     ),
-    beside(NIG, in_zero("paro_quantized_updates.bits"), WITHOUT_LOSS, '"exact" is for .* of 16 bits'),
+    beside(NIG, in_zero("paro_quantized_updates.bits"), WITHOUT_LOSS, '"exact" needs .* of 16 bits'),
     beside(
-        III, in_zero("paro_quantized_updates.bits"), WITHOUT_LOSS, '"exact" is .* here sums of', bf16={"enabled": True}
+        III,
+        in_zero("paro_quantized_updates.bits"),
+        WITHOUT_LOSS,
+        '"exact" applies .* sends sums of',
+        bf16={"enabled": True},
     ),
-    beside(IIG, "torch_autocast.enabled", UPDATES, ".*have to stay equal", torch_autocast={"enabled": True}),
+    beside(IIG, "torch_autocast.enabled", UPDATES, ".*must stay equal", torch_autocast={"enabled": True}),
     beside(III, in_zero("pipeline_loading_checkpoint"), {"pipeline_loading_checkpoint": True}),
     beside(III, "checkpoint.use_node_local_storage", {}, checkpoint={"use_node_local_storage": True}),
 ]
@@ -210,7 +224,7 @@ MICS: list[Row] = [
         (
             {"mics_shard_size": 2, **ours},
             {},
-            f"mics_shard_size 2 means paro_strategy III .* but {', '.join(ours)} is set as well",
+            f"mics_shard_size 2 means paro_strategy I-I-I .* but {', '.join(ours)} is set as well",
         )
         for ours in ({"paro_strategy": "NIG"}, {"paro_group_size": 2}, {"paro_strategy": "III", "paro_group_size": 2})
     ),
@@ -223,7 +237,7 @@ MICS: list[Row] = [
         for off in ({}, {"mics_shard_size": -1})
     ),
     ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, {}, cannot(in_zero("zero_hpz_partition_size"), "III")),
-    ({"stage": 3}, {"mics_shard_size": 2}, "'mics_shard_size' is at the top level .*belongs into zero_optimization"),
+    ({"stage": 3}, {"mics_shard_size": 2}, "'mics_shard_size' is at the top level .*move it into zero_optimization"),
     ({"mics_shard_size": 2}, {"elasticity": {"enabled": True}}, "Elastic training has been removed"),
 ]
 LOCO_KEYS = "err_beta, reset_T, bits, block_size, error_bits, error_feedback, hadamard"
@@ -261,7 +275,7 @@ LOCO: list[Row] = [
             "^zero_optimization.zero_hpz_partition_size cannot be combined with zero_optimization.zeropp_loco_param: ",
         ),
     ),
-    ({"stage": 1}, {"zeropp_loco_param": {}}, "'zeropp_loco_param' is at the top level .*belongs into zero_optim"),
+    ({"stage": 1}, {"zeropp_loco_param": {}}, "'zeropp_loco_param' is at the top level .*move it into zero_optim"),
 ]
 QUANTIZED_UPDATES: list[Row] = [
     *(
@@ -290,7 +304,7 @@ QUANTIZED_UPDATES: list[Row] = [
     (UPDATES | {"stage": 2, "zenflow": {}}, {}, "zenflow cannot be combined with .*paro_quantized_updates: ZenFlow"),
 ]
 ELSEWHERE: list[Row] = [
-    ({"stage": 2}, {"paro_strategy": "NIG"}, "'paro_strategy' is at the top level .*belongs into zero_optimization"),
+    ({"stage": 2}, {"paro_strategy": "NIG"}, "'paro_strategy' is at the top level .*move it into zero_optimization"),
     (NIG, muon("gramm"), "^optimizer.params.ns_method must be one of gram, standard, got 'gramm'.$"),
     (FASTEST, muon(["gram"]), r"ns_method must be one of gram, standard, got \['gram'\]"),
     *(
@@ -313,7 +327,7 @@ REFUSED = {
     "strategy": STRATEGY,
     "report": REPORT,
     "outer optimizer": OUTER,
-    "beside a strategy": BESIDE,
+    "beside a strategy": OTHER_PACKAGES,
     "MiCS": MICS,
     "LoCo": LOCO,
     "quantized updates": QUANTIZED_UPDATES,
@@ -361,7 +375,7 @@ def test_refused_alike_before_any_communication(ranks: Any, how: str, kind: str)
 
 
 def test_every_reason_to_refuse_is_tested() -> None:
-    messages = [message for *_, message in BESIDE]
+    messages = [message for *_, message in OTHER_PACKAGES]
     for row in KEYS_REFUSED:
         assert any(message.startswith(f"^{re.escape(row.key)} cannot be combined") for message in messages), row.key
 
@@ -394,8 +408,8 @@ def test_options_are_frozen() -> None:
 def test_every_strategy_passes_with_its_stage_or_without() -> None:
     for name, row in STRATEGIES.items():
         for more in ({}, {"stage": row.stage}, {"stage": 0}, {"paro_parameter_cache_bytes": 0}):
-            assert ParoConfig.of({"paro_strategy": name, **more}).named_strategy == row
-    assert ParoConfig.of({"paro_strategy": "fastest", "paro_memory_gb": 0.5}).named_strategy is None
+            assert ParoConfig.from_section({"paro_strategy": name, **more}).named_strategy == row
+    assert ParoConfig.from_section({"paro_strategy": "fastest", "paro_memory_gb": 0.5}).named_strategy is None
 
 
 @pytest.mark.parametrize("section", [{}, {"stage": 2}, None, True, 3])

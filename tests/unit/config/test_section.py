@@ -34,7 +34,7 @@ def parsed(sections: list[dict[str, Any]], form: str, folder: str) -> list[tuple
     Returns:
         the class, the fields of this package, and the raw section, of each.
     """
-    found = []
+    results = []
     for number, section in enumerate(sections):
         text = json.dumps(config(**section))
         path = Path(folder, f"{number}.json")
@@ -44,8 +44,8 @@ def parsed(sections: list[dict[str, Any]], form: str, folder: str) -> list[tuple
             key: getattr(parsed.zero_config, key, "absent")
             for key in ("stage", "overlap_comm", *ParoConfig.model_fields)
         }
-        found.append((type(parsed.zero_config).__name__, fields, parsed._param_dict["zero_optimization"]))
-    return found
+        results.append((type(parsed.zero_config).__name__, fields, parsed._param_dict["zero_optimization"]))
+    return results
 
 
 @pytest.mark.parametrize("form", ["dict", "file", "base64"])
@@ -54,9 +54,9 @@ def test_each_form_of_config(ranks: Any, tmp_path: Path, form: str) -> None:
     for number, section in enumerate(sections):
         (tmp_path / f"{number}.json").write_text(json.dumps(config(**section)), encoding="utf-8")
     fields = {"stage": 2, "overlap_comm": False} | {key: row.default for key, row in ParoConfig.model_fields.items()}
-    for found in ranks(2).run(parsed, sections, form, str(tmp_path)):
-        assert found[0] == ("ParoZeroConfig", fields | nig, {"stage": 2, **nig})
-        for section, (kind, of_mics, raw) in zip(mics, found[1:], strict=True):
+    for results in ranks(2).run(parsed, sections, form, str(tmp_path)):
+        assert results[0] == ("ParoZeroConfig", fields | nig, {"stage": 2, **nig})
+        for section, (kind, of_mics, raw) in zip(mics, results[1:], strict=True):
             assert (kind, of_mics["stage"], of_mics["paro_strategy"]) == ("ParoZeroConfig", 3, "III")
             assert of_mics["paro_group_size"] == 2
             assert raw == {**section, "stage": 3}  # what the user wrote, and what frameworks read
@@ -75,6 +75,7 @@ MEANT: list[tuple[dict[str, Any], str | None, int]] = [
     ({"stage": 1, "zeropp_loco_param": {}}, "NNG", 1),
     ({"stage": 2, "zeropp_loco_param": {"bits": 8}, "zero_quantized_gradients": True}, "NGG", 2),
     ({"stage": 3, "zeropp_loco_param": {"err_beta": 0}}, "GGG", 3),
+    ({"paro_strategy": "N-I-G"}, "NIG", 2),
     ({"paro_strategy": "NIG", "zeropp_loco_param": {"reset_T": 512}}, "NIG", 2),
     ({**MICS, "zeropp_loco_param": {}}, "III", 3),
     ({"paro_strategy": "IIG", "zero_quantized_gradients": True}, "IIG", 3),
@@ -83,13 +84,13 @@ MEANT: list[tuple[dict[str, Any], str | None, int]] = [
 
 
 def test_sections_mean_a_strategy_or_a_plain_stage(ranks: Any) -> None:
-    for found in ranks(2).run(parsed, [section for section, *_ in MEANT], "dict", ""):
-        for (section, strategy, stage), (kind, fields, raw) in zip(MEANT, found, strict=True):
+    for results in ranks(2).run(parsed, [section for section, *_ in MEANT], "dict", ""):
+        for (section, strategy, stage), (kind, fields, raw) in zip(MEANT, results, strict=True):
             assert kind == ("ParoZeroConfig" if strategy else "DeepSpeedZeroConfig"), section
             assert (fields["paro_strategy"], fields["stage"]) == (strategy or "absent", stage), section
             if strategy:
                 updates = fields["paro_quantized_updates"]
-                assert (updates and updates.as_dict(given=True)) == section.get("paro_quantized_updates"), section
+                assert (updates and updates.as_dict(only_set=True)) == section.get("paro_quantized_updates"), section
                 assert fields["paro_group_size"] == (2 if MICS.items() <= section.items() else section.get(GROUP_SIZE))
             assert raw == {**section, "stage": stage}
 
@@ -116,12 +117,12 @@ def test_the_callers_dict_says_the_stage() -> None:
 
 def test_a_stage_left_out_is_warned_of_if_the_model_is_whole(ranks: Any) -> None:
     warnings = ranks(1).run(warnings_case)[0]
-    assert [len(found) for found in warnings] == [1, 0, 0, 0], warnings
-    assert "IIG shards parameters" in warnings[0][0] and "Set zero_optimization.stage to 3." in warnings[0][0]
+    assert [len(results) for results in warnings] == [1, 0, 0, 0], warnings
+    assert "I-I-G shards parameters" in warnings[0][0] and "Set zero_optimization.stage to 3." in warnings[0][0]
 
 
 def warnings_case() -> list[list[str]]:
-    """What engines warn of zero.Init."""
+    """Warnings of engines about zero.Init."""
 
     def warnings_of(zero_init: str | None, **zero: Any) -> list[str]:
         with logs.logged() as lines:
@@ -140,9 +141,9 @@ def warnings_case() -> list[list[str]]:
 def test_copies_keep_the_strategy() -> None:
     parsed = DeepSpeedConfig(config(paro_strategy="IIG"))
     off = DeepSpeedConfig(config(paro_strategy="IIG", stage=0))
-    found = [parsed, copy.copy(parsed), copy.deepcopy(parsed), copy.copy(parsed)]
-    found[3].zero_config = pickle.loads(pickle.dumps(parsed.zero_config))
-    assert [active_strategy(one).name for one in found] == ["IIG"] * 4
+    results = [parsed, copy.copy(parsed), copy.deepcopy(parsed), copy.copy(parsed)]
+    results[3].zero_config = pickle.loads(pickle.dumps(parsed.zero_config))
+    assert [active_strategy(parsed_config).name for parsed_config in results] == ["IIG"] * 4
     assert active_strategy(off) is None
 
 
@@ -167,33 +168,33 @@ def test_hierarchical_gathers_of_mics_are_implied(ranks: Any) -> None:
 
 
 def mics_log_case() -> list[list[tuple[str, str]]]:
-    """Return what parsing MiCS's keys logs, without hierarchical gathers and with them."""
-    found = []
+    """Return the log lines of parsing MiCS's keys, without and with hierarchical gathers."""
+    results = []
     for hierarchical in (False, True):
         with logged() as lines:
             zero = DeepSpeedConfig(config(**MICS, mics_hierarchical_params_gather=hierarchical)).zero_config
         assert (zero.paro_strategy, zero.paro_group_size) == ("III", 2)
-        found.append([line for line in lines if "mics" in line[1]])
-    return found
+        results.append([line for line in lines if "mics" in line[1]])
+    return results
 
 
 def test_engines_and_zero_init_cut_for_mics(ranks: Any, tmp_path: Path) -> None:
     """Ranks and elements of the shards of parameters of 36 elements, of a model as it is and of one in zero.Init."""
-    given = {**config(**MICS), "zero_allow_untested_optimizer": True}
+    ds_config = {**config(**MICS), "zero_allow_untested_optimizer": True}
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(given), encoding="utf-8")
-    for whole, cut in ranks(4).run(mics_shards_case, given, str(path)):
-        assert whole == cut == [(2, 18)] * 2
+    path.write_text(json.dumps(ds_config), encoding="utf-8")
+    for full, cut in ranks(4).run(mics_shards_case, ds_config, str(path)):
+        assert full == cut == [(2, 18)] * 2
 
 
-def mics_shards_case(given: dict[str, Any], path: str) -> list[list[tuple[int, int]]]:
+def mics_shards_case(ds_config: dict[str, Any], path: str) -> list[list[tuple[int, int]]]:
     """Return ranks and elements of shards in engines, without zero.Init and with it."""
     shards = []
     for zero_init in (False, True):
         with deepspeed.zero.Init(config_dict_or_path=path, enabled=zero_init):
             model = torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False), torch.nn.Linear(6, 6, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
         assert isinstance(engine.optimizer, Stage3Optimizer)
         shards.append([(dist.get_world_size(p.ds_process_group), p.ds_tensor.numel()) for p in model.parameters()])
         engine.destroy()

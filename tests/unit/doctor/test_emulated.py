@@ -51,16 +51,16 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     document = json.loads(report.read_text())
     rows = [row for section in document["sections"] for row in section["findings"]]
-    found = {row["subject"]: (row["level"], row["found"]) for row in rows}
+    findings = {row["subject"]: (row["level"], row["found"]) for row in rows}
     assert document["status"] == 1 and document["ranks"] == 4
-    level, said = found[f"rank {SLOW}"]
-    assert level == "wrong" and said.startswith("slow with all others"), done.stdout
-    slow = float(said.split(": ")[1].split(" ")[0])
-    assert slow == pytest.approx(SLOW_MBIT / 8, rel=0.3) and "3 of 3 round(s)" in found["measured"][1]
-    assert found["c++"][0] == "look" and "not found on rank 1" in found["c++"][1]
-    assert found["CUDA_LAUNCH_BLOCKING"][1].startswith("1 on ranks 0-3: every kernel launch waits")
-    assert found["for model states"][0] == "wrong" and "NIG of 70 B parameters" in found["for model states"][1]
-    wrong = {subject for subject, (level, _) in found.items() if level == "wrong"}
+    level, text = findings[f"rank {SLOW}"]
+    assert level == "wrong" and text.startswith("slow with all others"), done.stdout
+    slow = float(text.split(": ")[1].split(" ")[0])
+    assert slow == pytest.approx(SLOW_MBIT / 8, rel=0.3) and "3 of 3 round(s)" in findings["measured"][1]
+    assert findings["c++"][0] == "look" and "not found on rank 1" in findings["c++"][1]
+    assert findings["CUDA_LAUNCH_BLOCKING"][1].startswith("1 on ranks 0-3: every kernel launch waits")
+    assert findings["for model states"][0] == "wrong" and "N-I-G of 70 B parameters" in findings["for model states"][1]
+    wrong = {subject for subject, (level, _) in findings.items() if level == "wrong"}
     assert wrong == {f"rank {SLOW}", "for model states"}
     assert f"wrong  rank {SLOW}" in done.stdout and done.stdout.count("deepspeed_ext 0") == 1, done.stdout
     assert not [path for path in os.listdir(tmp_path) if path not in ("faulty.py", "report.json")]

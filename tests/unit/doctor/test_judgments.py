@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of ranks' answers: one planted fault each, and nothing where there is none."""
+"""Findings from the answers of ranks: one planted fault each, and none without a fault."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -25,26 +25,26 @@ def launch(hosts: str = "aabb", **options: Any) -> Launch:
 
 def bad(check: Check, usual: Any, *last: Any, hosts: str = "aabb", **options: Any) -> dict[str, Finding]:
     """Findings that are not ok, by subject, where all ranks answer as usual, and the last ones otherwise."""
-    answers = [*[usual] * (len(hosts) - len(last)), *(one and {**usual, **one} for one in last)]
-    found = check.judge(dict(enumerate(answers)), launch(hosts, **options))
-    assert found
-    return {one.subject: one for one in found if one.level > Level.OK}
+    answers = [*[usual] * (len(hosts) - len(last)), *(finding and {**usual, **finding} for finding in last)]
+    judged = check.judge(dict(enumerate(answers)), launch(hosts, **options))
+    assert judged
+    return {finding.subject: finding for finding in judged if finding.level > Level.OK}
 
 
 def test_groups_and_the_order_of_ranks() -> None:
     groups = partial(bad, checks.GROUPS, {"per_node": 2})
     assert not groups()
-    found = groups(hosts="abab")
-    assert found["order of ranks"].level == found["groups"].level == Level.WRONG
-    assert "a has ranks 0, 2, b has ranks 1, 3" in found["order of ranks"].found
-    assert "ranks 0-1 on a, b" in found["groups"].found and "--distribution=block" in found["groups"].advice
+    judged = groups(hosts="abab")
+    assert judged["order of ranks"].level == judged["groups"].level == Level.WRONG
+    assert "a has ranks 0, 2, b has ranks 1, 3" in judged["order of ranks"].found
+    assert "ranks 0-1 on a, b" in judged["groups"].found and "--distribution=block" in judged["groups"].advice
     larger = groups(group_size=4)["groups"]
     assert larger.level == Level.LOOK and "1 span hosts" in larger.found
     assert "ZeRO-1" in groups(group_size=1)["groups"].found
     assert "one of [1, 2, 4]" in groups(group_size=3)["groups"].found
-    found = bad(checks.GROUPS, {"per_node": 3}, {"per_node": 1}, hosts="aaab")
-    assert "b has rank 3" in found["hosts"].found and found["groups"].level == Level.WRONG
-    assert "3 on ranks 0-2; 1 on rank 3" in found["groups"].found
+    judged = bad(checks.GROUPS, {"per_node": 3}, {"per_node": 1}, hosts="aaab")
+    assert "b has rank 3" in judged["hosts"].found and judged["groups"].level == Level.WRONG
+    assert "3 on ranks 0-2; 1 on rank 3" in judged["groups"].found
     assert "nothing on ranks 0-3" in bad(checks.GROUPS, {"per_node": None})["groups"].found
 
 
@@ -70,30 +70,30 @@ VARIABLES = {
 @pytest.mark.parametrize("name", [row.name for row in environment.HARMFUL])
 def test_a_bad_variable(name: str) -> None:
     value, harmless = VARIABLES.get(name, ("1", "0"))
-    found, others = (
-        [one for one in environment.judge(variables(**{name: given}), launch()) if one.subject == name]
-        for given in (value, harmless)
+    judged, differences = (
+        [finding for finding in environment.judge(variables(**{name: setting}), launch()) if finding.subject == name]
+        for setting in (value, harmless)
     )
-    assert any(f"{value} on rank 3: " in one.found and one.advice for one in found)
-    assert all(one.found.startswith("differs: ") for one in others)
+    assert any(f"{value} on rank 3: " in finding.found and finding.advice for finding in judged)
+    assert all(finding.found.startswith("differs: ") for finding in differences)
 
 
 def test_variables_that_differ_and_threads() -> None:
     last = variables(NCCL_BUFFSIZE="1", CUDA_VISIBLE_DEVICES="3")[3]
-    found = bad(environment.ENVIRONMENT, USUAL, last)
-    assert "unset on ranks 0-2; 1 on rank 3" in found["NCCL_BUFFSIZE"].found and len(found) == 1
+    judged = bad(environment.ENVIRONMENT, USUAL, last)
+    assert "unset on ranks 0-2; 1 on rank 3" in judged["NCCL_BUFFSIZE"].found and len(judged) == 1
     text = bad(environment.ENVIRONMENT, {**USUAL, "threads": 8, "on_host": True})["OMP_NUM_THREADS"].found
     assert "16 threads of 2 rank(s) on 4 core(s) of a" in text
     few = {**USUAL, "cores": 64, "threads": 1}
     assert not bad(environment.ENVIRONMENT, few)
-    found = bad(environment.ENVIRONMENT, few, offload_optimizer=True)
-    assert found["OMP_NUM_THREADS"].advice == "Set OMP_NUM_THREADS=32."
+    judged = bad(environment.ENVIRONMENT, few, offload_optimizer=True)
+    assert judged["OMP_NUM_THREADS"].advice == "Set OMP_NUM_THREADS=32."
 
 
 def nccl(
-    version: str = "2.29.7", hosts: str = "aabbccdd", size: int | None = None, **given: str
+    version: str = "2.29.7", hosts: str = "aabbccdd", size: int | None = None, **setting: str
 ) -> dict[str, Finding]:
-    findings = environment.nccl_findings([*map(int, version.split("."))], given, launch(hosts, group_size=size))
+    findings = environment.nccl_findings([*map(int, version.split("."))], setting, launch(hosts, group_size=size))
     return {finding.subject: finding for finding in findings}
 
 
@@ -110,8 +110,8 @@ def test_settings_of_nccl() -> None:
     assert "disabled" in nccl(NCCL_PAT_ENABLE="0")["PAT"].found and "2.23" in nccl("2.21.5")["PAT"].found
     for quiet in (nccl(hosts="aabb"), nccl(NCCL_ALGO="Ring"), nccl(size=3), nccl(size=1, NCCL_PAT_ENABLE="1")):
         assert "PAT" not in quiet
-    given = {"NCCL_CTA_POLICY": "ZERO", "NCCL_IB_RESILIENCY_PORT_FAILOVER": "1", "NCCL_CROSS_NIC": "1"}
-    new, old = nccl("2.29.7", **given), nccl("2.21.5", **given)
+    setting = {"NCCL_CTA_POLICY": "ZERO", "NCCL_IB_RESILIENCY_PORT_FAILOVER": "1", "NCCL_CROSS_NIC": "1"}
+    new, old = nccl("2.29.7", **setting), nccl("2.21.5", **setting)
     assert "ordinary buffers" in new["NCCL_CTA_POLICY"].found and "over another one" in new["port failover"].found
     assert "may cross the rails" in new["NCCL_CROSS_NIC"].found
     assert "ignores it" in old["NCCL_CTA_POLICY"].found and "ignores it" in old["port failover"].found
@@ -122,8 +122,8 @@ def test_a_missing_compiler() -> None:
     tools = {"c++": "/bin/c++", "ninja": "/bin/ninja", "nvcc": "/n"}
     compiler = partial(bad, checks.COMPILER, {"tools": tools, "built": False, "nvcc": "13.0", "torch": "13.1"})
     assert not compiler()
-    found = compiler({"tools": {**tools, "c++": "", "nvcc": ""}, "nvcc": ""})
-    assert set(found) == {"c++", "nvcc"} and "rank 3 (b)" in found["c++"].found and "CXX" in found["c++"].advice
+    judged = compiler({"tools": {**tools, "c++": "", "nvcc": ""}, "nvcc": ""})
+    assert set(judged) == {"c++", "nvcc"} and "rank 3 (b)" in judged["c++"].found and "CXX" in judged["c++"].advice
     assert "12.4 on rank 0" in compiler({"nvcc": "12.4"}, hosts="a")["version of nvcc"].found
 
 
@@ -132,54 +132,54 @@ memory = partial(bad, checks.MEMORY, {**FREE, "disk": 10**11})
 
 
 def test_too_little_memory() -> None:
-    """NIG of 1 B parameters on 4 ranks, groups of 2: 2 + 2/2 + 12/4 bytes each, and what a step holds."""
+    """N-I-G of 1 B parameters on 4 ranks, groups of 2: 2 + 2/2 + 12/4 bytes each, and transient bytes."""
     need, on_host = checks.needed_bytes(Options(params=10**9), GroupSizes(4, 2))
     assert 6e9 < need < 12e9 and on_host == 0
     assert not memory(params=10**9)
-    found = memory({"device": 5 * 10**9}, params=10**9)["for model states"]
-    assert found.level == Level.WRONG
-    assert f"NIG of 1 B parameters needs {need / 1e9:.1f} GB a rank; free: 5.0 GB (rank 3)" in found.found
+    judged = memory({"device": 5 * 10**9}, params=10**9)["for model states"]
+    assert judged.level == Level.WRONG
+    assert f"N-I-G of 1 B parameters needs {need / 1e9:.1f} GB a rank; free: 5.0 GB (rank 3)" in judged.found
     assert memory(*[{"device": int(1.05 * need)}] * 4, params=10**9)["for model states"].level == Level.LOOK
     less, on_host = checks.needed_bytes(Options(params=10**9, offload_optimizer=True), GroupSizes(4, 2))
     assert 3e9 <= less <= need - 3e9 and on_host == pytest.approx(3e9, rel=0.01)
-    found = memory(*[{"host": 5 * 10**9}] * 4, params=10**9, offload_optimizer=True)["host memory"]
-    assert "a has 5.0 GB free, and its 2 rank(s) need 6.0 GB" in found.found
+    judged = memory(*[{"host": 5 * 10**9}] * 4, params=10**9, offload_optimizer=True)["host memory"]
+    assert "a has 5.0 GB free, and its 2 rank(s) need 6.0 GB" in judged.found
 
 
 def test_other_resources() -> None:
     shared = memory(*[{"device": None, "host": 12 * 10**9}] * 4, params=10**9)
     assert "free: 6.0 GB (ranks 0-3)" in shared["for model states"].found, "ranks on a host share its memory"
-    found = memory({"shm": 2**26, "locked": 2**16, "disk": 2**26})
-    assert "b has 64 MiB free" in found["/dev/shm"].found
-    assert "RLIMIT_MEMLOCK is 64 KiB on rank 3" in found["locked memory"].found
-    assert found["build folder"].level == Level.WRONG and "(rank 3)" in found["build folder"].found
-    assert "rank 1 may not write to /b" in memory({"writable": False}, hosts="aa")["build folder"].found
+    judged = memory({"shm": 2**26, "locked": 2**16, "disk": 2**26})
+    assert "b has 64 MiB free" in judged["/dev/shm"].found
+    assert "RLIMIT_MEMLOCK is 64 KiB on rank 3" in judged["locked memory"].found
+    assert judged["build folder"].level == Level.WRONG and "(rank 3)" in judged["build folder"].found
+    assert "rank 1 cannot write to /b" in memory({"writable": False}, hosts="aa")["build folder"].found
 
 
 def test_versions_that_differ_and_patches() -> None:
     versions = partial(bad, checks.VERSIONS, {"versions": {"torch": "2.13", "driver": "580"}, "patches": []})
     assert not versions()
-    found = versions({"versions": {"torch": "2.12", "driver": "570"}, "patches": ["x.y: not applied"]})
-    assert found["torch"].found == "2.13: ranks 0-2; 2.12: rank 3" and found["torch"].level == Level.WRONG
-    assert found["driver"].level == Level.LOOK
-    assert found["patches"].level == Level.WRONG and "rank 3: x.y: not applied" in found["patches"].found
+    judged = versions({"versions": {"torch": "2.12", "driver": "570"}, "patches": ["x.y: not applied"]})
+    assert judged["torch"].found == "2.13: ranks 0-2; 2.12: rank 3" and judged["torch"].level == Level.WRONG
+    assert judged["driver"].level == Level.LOOK
+    assert judged["patches"].level == Level.WRONG and "rank 3: x.y: not applied" in judged["patches"].found
 
 
 def test_clocks_and_copies() -> None:
     assert not bad(links.CLOCKS, {"2": 0.2}, *[None] * 3)
-    found = bad(links.CLOCKS, {"2": -3.5}, *[None] * 3)["clocks"]
-    assert found.level == Level.LOOK and "b (rank 2) -3.5 s" in found.found
-    found = bad(checks.PINNED, {"to the device": 2e10}, {"to the device": 3e9})["to the device"]
-    assert "rank 3 copy at 3 GB/s, the median is 20 GB/s" in found.found
+    judged = bad(links.CLOCKS, {"2": -3.5}, *[None] * 3)["clocks"]
+    assert judged.level == Level.LOOK and "b (rank 2) -3.5 s" in judged.found
+    judged = bad(checks.PINNED, {"to the device": 2e10}, {"to the device": 3e9})["to the device"]
+    assert "rank 3 copy at 3 GB/s, the median is 20 GB/s" in judged.found
     assert not bad(checks.PINNED, None)
 
 
 def test_links_are_plotted() -> None:
     samples = [[2.0**16, 0.002], [2.0**20, 0.01], [2.0**22, 0.04]]
-    one, two, compared = links.judge_links({0: {"intra": samples, "inter": samples}, 1: None}, launch())
-    assert one.subject == "inside groups" and two.subject == "between groups" and len(one.details) == 3
-    assert one.details[0].startswith("  64 KiB ####") and one.details[2].count("#") == 30
-    assert "105 MB/s" in one.found and "64 KiB take 2 ms" in one.found and "1 times" in compared.found
+    finding, two, compared = links.judge_hops({0: {"intra": samples, "inter": samples}, 1: None}, launch())
+    assert finding.subject == "inside groups" and two.subject == "between groups" and len(finding.details) == 3
+    assert finding.details[0].startswith("  64 KiB ####") and finding.details[2].count("#") == 30
+    assert "105 MB/s" in finding.found and "64 KiB take 2 ms" in finding.found and "1 times" in compared.found
     assert ranks_text([3]) == "rank 3" and ranks_text([8, 0, 1, 2, 9]) == "ranks 0-2, 8-9"
 
 
@@ -196,24 +196,24 @@ WRITTEN = {
 
 
 def operators(broken: str = "", position: int = 0) -> Any:
-    """The operators; of one, the lowest bit of the last byte of what it writes is flipped."""
-    found = {name: getattr(torch.ops.deepspeed_paro, name) for name in WRITTEN}
-    right = found.get(broken)
+    """The operators, one of which flips the lowest bit of the last byte that it writes."""
+    judged = {name: getattr(torch.ops.deepspeed_paro, name) for name in WRITTEN}
+    right = judged.get(broken)
 
     def wrong(*arguments: Any) -> None:
         assert right is not None
         right(*arguments)
         arguments[position].view(-1).view(torch.uint8)[-17 if broken == "lossless_pack" else -1] ^= 1
 
-    return SimpleNamespace(**{**found, broken: wrong} if broken else found)
+    return SimpleNamespace(**{**judged, broken: wrong} if broken else judged)
 
 
 @pytest.mark.parametrize(("name", "position"), [(name, at) for name, places in WRITTEN.items() for at in places])
 def test_a_kernel_with_a_wrong_bit_is_named(kernels: bool, name: str, position: int) -> None:
-    (found,) = self_test.differing(operators(name, position), "cpu")
-    assert found.startswith(name)
-    assert "error feedback" in found or position != 3 or name == "lossless_pack"
-    answer = {"device": "cpu", "kernels": True, "wrong": [found]}
+    (judged,) = self_test.differing_operators(operators(name, position), "cpu")
+    assert judged.startswith(name)
+    assert "error feedback" in judged or position != 3 or name == "lossless_pack"
+    answer = {"device": "cpu", "kernels": True, "wrong": [judged]}
     good = {"device": "cpu", "kernels": True, "wrong": []}
     bad, fine = self_test.judge({0: good, 1: answer}, launch("ab"))
     assert bad.level == Level.WRONG and name in bad.found and "rank 1 (b)" in bad.found
@@ -221,6 +221,6 @@ def test_a_kernel_with_a_wrong_bit_is_named(kernels: bool, name: str, position: 
 
 
 def test_right_kernels_pass_and_missing_ones_are_named(kernels: bool) -> None:
-    assert self_test.differing(operators(), "cpu") == []
-    (found,) = self_test.judge({0: {"device": "cpu", "kernels": False, "wrong": []}}, launch("a"))
-    assert found.level == Level.LOOK and "plain PyTorch" in found.found
+    assert self_test.differing_operators(operators(), "cpu") == []
+    (judged,) = self_test.judge({0: {"device": "cpu", "kernels": False, "wrong": []}}, launch("a"))
+    assert judged.level == Level.LOOK and "plain PyTorch" in judged.found

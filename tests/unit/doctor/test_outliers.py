@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Who is slow among many, from planted times: a node, a pair, two kinds of nodes, a rank of a node."""
+"""Outliers among many rates, from planted times: a node, a pair, two kinds of nodes, a rank of a node."""
 
 import random
 from itertools import combinations
@@ -9,8 +9,8 @@ import pytest
 
 from deepspeed_ext.tools.doctor.findings import Level
 from deepspeed_ext.tools.doctor.launch import Launch
-from deepspeed_ext.tools.doctor.links import MOST_ROUNDS, PairTimes, joint_rate, judge_pairs
-from deepspeed_ext.tools.doctor.outliers import between, find_outliers, inside, tournament
+from deepspeed_ext.tools.doctor.links import MAX_ROUNDS, PairTimes, joint_rate, judge_pairs
+from deepspeed_ext.tools.doctor.outliers import find_outliers, rounds_between, rounds_inside, tournament
 
 pytestmark = pytest.mark.quick
 
@@ -18,7 +18,7 @@ NOISE = 0.05  # of a rate, either way
 
 
 def planted(players: int, slow: dict[int, float], pair: tuple[int, int] | None = None) -> dict[tuple[int, int], float]:
-    """Rates of all pairs: 1 with some noise, times what the slower one has, and a third of that for one pair."""
+    """Rates of all pairs: 1 with some noise, times the speed of the slower player; a third of that for one pair."""
     chance = random.Random(players)
     rates = {both: min(slow.get(one, 1.0) for one in both) for both in combinations(range(players), 2)}
     rates |= {} if pair is None else {pair: rates[pair] / 3}
@@ -62,17 +62,17 @@ def test_each_pair_meets_once_in_disjoint_rounds(teams: int) -> None:
 
 def test_rounds_of_large_clusters_are_bounded() -> None:
     teams = [list(range(8 * node, 8 * node + 8)) for node in range(512)]
-    rounds = between(teams, 16)
+    rounds = rounds_between(teams, 16)
     assert len(rounds) == 16 and all(len(pairs) == 8 * 256 for pairs in rounds)
     assert len({pair for pairs in rounds for pair in pairs}) == 16 * 8 * 256
     assert all(a % 8 == b % 8 and a // 8 != b // 8 for pairs in rounds for a, b in pairs)
-    assert len(inside(teams, 16)) == 7 and inside([[0], [1, 2]], 16) == [[(1, 2)]]
+    assert len(rounds_inside(teams, 16)) == 7 and rounds_inside([[0], [1, 2]], 16) == [[(1, 2)]]
 
 
 def measured(launch: Launch, seconds: float, slow: dict[frozenset[int], float]) -> dict[int, list[list[object]]]:
     """Answers of all ranks where a message of a MiB takes so long, and pairs with all these ranks that much longer."""
     answers: dict[int, list[list[object]]] = {rank: [] for rank in range(launch.world)}
-    for rounds in (inside(launch.teams(), MOST_ROUNDS), between(launch.teams(), MOST_ROUNDS)):
+    for rounds in (rounds_inside(launch.teams(), MAX_ROUNDS), rounds_between(launch.teams(), MAX_ROUNDS)):
         for a, b in (pair for some_pairs in rounds for pair in some_pairs):
             factor = max([1.0, *(times for who, times in slow.items() if who & {a, b} == who or who == {a, b} & who)])
             answers[a].append([a, b, 1e-5, {str(2**20): [seconds * factor] * 3}, {str(2**20): 3 * seconds * factor}])

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A check that raises or hangs on one rank is a finding, and holds up nobody; ranks that do not come are named."""
+"""A check that raises or hangs on one rank is a finding, and blocks no other rank; missing ranks are named."""
 
 import argparse
 import json
@@ -19,29 +19,29 @@ from torch.distributed.distributed_c10d import _get_default_store
 from deepspeed_ext.planner import probe
 from deepspeed_ext.tools.doctor import links
 from deepspeed_ext.tools.doctor.cli import CHECKS, Report, add_arguments, examine, run, run_checks
-from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, report_text, worst
+from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, report_text, worst_level
 from deepspeed_ext.tools.doctor.launch import Check, Launch, Options, RendezvousError, connect
 from scripts.emulation.launching import free_port
 
 
 def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
     first, second, third = ranks(3).run(failing_case)
-    findings = {title: [(subject, level, found) for subject, level, found in some] for title, some in first[0]}
+    findings = {title: [(subject, level, found) for subject, level, found in section] for title, section in first[0]}
     assert findings["good"] == [("answers", "ok", "0, 1, 2")]
-    ((subject, level, found), (_, _, judged)) = findings["raises"]
-    assert (subject.split(" on ")[0], level) == ("rank 1", "wrong") and judged == "0, 2"
+    ((subject, level, found), (_, _, finding_for)) = findings["raises"]
+    assert (subject.split(" on ")[0], level) == ("rank 1", "wrong") and finding_for == "0, 2"
     assert found == "the check itself failed: OSError: no such disk"
     assert "it did not end within 2 s" in findings["hangs"][0][2] and findings["hangs"][1][2] == "0, 1"
     assert findings["bad judge"] == [(findings["bad judge"][0][0], "wrong", "the check itself failed: KeyError: 7")]
     assert findings["together"][-1] == ("answers", "ok", "0, 1, 2")
     assert "rank 0" in findings["fails together"][0][0]
-    assert findings["left out"] == [("left out", "look", "fails together failed")]
+    assert findings["left out"] == [("skipped", "look", "fails together failed")]
     assert not second[0] and not third[0]
-    assert [one[1] for one in (first, second, third)] == [False, False, True]  # what hangs is left behind
+    assert [finding[1] for finding in (first, second, third)] == [False, False, True]  # what hangs is left behind
 
 
 def failing_case() -> tuple[list[Any], bool]:
-    """What the first rank has found, and whether something still runs on this one."""
+    """The findings of the first rank, and whether a check still runs on this rank."""
 
     rank = dist.get_rank()
 
@@ -52,8 +52,8 @@ def failing_case() -> tuple[list[Any], bool]:
     def listed(answers: Any, launch: Launch) -> list[Finding]:
         return [Finding("answers", Level.OK, ", ".join(map(str, sorted(answers))))]
 
-    def make(examine: Any, together: bool = False, judge: Any = listed, seconds: float = 60) -> Check:
-        return Check(examine, judge, together, seconds)
+    def make(examine: Any, collective: bool = False, judge: Any = listed, seconds: float = 60) -> Check:
+        return Check(examine, judge, collective, seconds)
 
     checks = {
         "good": make(lambda launch: launch.rank),
@@ -61,14 +61,14 @@ def failing_case() -> tuple[list[Any], bool]:
         "hangs": make(lambda launch: time.sleep(60 if launch.rank == 2 else 0), seconds=0),
         "bad judge": make(lambda launch: None, judge=lambda answers, launch: {}[7]),
         "process groups": replace(links.PROCESS_GROUPS, least_seconds=60),
-        "together": make(lambda launch: dist.barrier(), together=True),
-        "fails together": make(lambda launch: fail(launch, 0, RuntimeError("a link is down")), together=True),
-        "left out": make(lambda launch: dist.barrier(), together=True),
+        "together": make(lambda launch: dist.barrier(), collective=True),
+        "fails together": make(lambda launch: fail(launch, 0, RuntimeError("a link is down")), collective=True),
+        "left out": make(lambda launch: dist.barrier(), collective=True),
     }
     store, options = PrefixStore("doctor", _get_default_store()), Options(timeout=2, group_size=1)
     run_checks(Launch(rank, rank, ["a", "a", "b"], options, store=store), checks, report := Report())
     plain = [
-        (section.title, [(one.subject, one.level.word, one.found) for one in section.findings])
+        (section.title, [(finding.subject, finding.level.word, finding.found) for finding in section.findings])
         for section in report.sections
     ]
     return plain, report.abandoned
@@ -89,16 +89,17 @@ def measuring_case() -> list[tuple[str, str, str]]:
     store = PrefixStore("doctor", _get_default_store())
     launch = Launch(dist.get_rank(), dist.get_rank(), ["a"] * 4, Options(timeout=60, group_size=2), store=store)
     with mock.patch.object(probe, "SIZES", (2**12, 2**14)), mock.patch.object(links, "SIZES", (2**12, 2**14)):
-        together = {"process groups": links.PROCESS_GROUPS, "links": links.LINKS}
-        together |= {"nodes and links": links.PAIRS, "clocks": links.CLOCKS}
-        run_checks(launch, together, report := Report())
+        collective = {"process groups": links.PROCESS_GROUPS, "links": links.LINKS}
+        collective |= {"nodes and links": links.PAIRS, "clocks": links.CLOCKS}
+        run_checks(launch, collective, report := Report())
     return [
-        (one.title, worst([one]).word, " ".join(finding.found for finding in one.findings)) for one in report.sections
+        (finding.title, worst_level([finding]).word, " ".join(finding.found for finding in finding.findings))
+        for finding in report.sections
     ]
 
 
 MISSING = r"ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:.*: rank 0. Check that the laun"
-REFUSED = r"rank 1 on .*did not get to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) within 1 s"
+REFUSED = r"rank 1 on .*could not connect to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) within 1 s"
 
 
 @pytest.mark.quick
@@ -111,7 +112,7 @@ REFUSED = r"rank 1 on .*did not get to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) w
     ],
 )
 def test_ranks_that_do_not_come_are_named(given: dict[str, str], said: str) -> None:
-    """With the address; and what to do where nothing listens, or no launcher has set anything."""
+    """With the address, and with advice if nothing listens or no launcher has set the variables."""
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **given}
     with pytest.raises(RendezvousError, match=said):
         connect({name: value for name, value in given.items() if value}, Options(timeout=1.0))
@@ -124,7 +125,7 @@ def test_without_process_groups_nothing_communicates(capsys: pytest.CaptureFixtu
     skipped = [f"--skip={title}" for title in CHECKS if title not in ("groups", "links", "clocks")]
     assert "--skip=process groups" in skipped and run(parser.parse_args(skipped), list) == 0
     said = capsys.readouterr().out
-    assert said.count("left out  it needs process groups, which are skipped") == 2
+    assert said.count("skipped  it needs process groups, which are skipped") == 2
     assert said.count("-> Do not skip them, and run the doctor again.") == 2
 
 

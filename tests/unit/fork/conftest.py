@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's source distribution, and what the patches make of it."""
+"""DeepSpeed's source distribution, and the tree with the patches applied."""
 
 from pathlib import Path
 

@@ -74,10 +74,10 @@ def test_each_difference_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """A module that cannot be imported does not end the report; the status is whether something breaks."""
     ours = package(tmp_path / "ours", "deepspeed_ext.adapter", OURS)
     shutil.copy(ROOT / "deepspeed_ext" / "overrides.py", ours / "deepspeed_ext")
-    known = package(tmp_path / "known", "deepspeed.zero", KNOWN)
+    expected_package = package(tmp_path / "known", "deepspeed.zero", KNOWN)
     changed = package(tmp_path / "changed", "deepspeed.zero", CHANGED)
-    monkeypatch.setattr(drift, "supported_deepspeed", lambda _: known)
-    assert drift.main([str(known), str(changed)], False, None, ROWS, ours) == 1
+    monkeypatch.setattr(drift, "supported_deepspeed", lambda _: expected_package)
+    assert drift.main([str(expected_package), str(changed)], False, None, ROWS, ours) == 1
     fitting, _, other = capsys.readouterr().out.partition("\n")
     assert ": 0 differences break something; 11" in fitting and "  breaks adapter: An optimizer of ours\n" in other
     assert re.sub(r"\n {12}.*", "", other.partition(": ")[2]).rstrip() == REPORT

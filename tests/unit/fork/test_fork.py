@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The fork does what the package does with stock DeepSpeed, to the bit; and hooks that do not fit are rejected."""
+"""The fork equals the package with stock DeepSpeed bit for bit; hooks of another version are rejected."""
 
 import os
 import re
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.timeout(1500)  # the first test builds the fork, and it
 
 def run(python: str, folder: Path, *arguments: str, **variables: str) -> str:
     """Run a program of an environment, and return its output."""
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    kept |= {"PATH": f"{(folder / python).parent}{os.pathsep}{kept['PATH']}", **variables}
+    variables_of_run = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables_of_run |= {"PATH": f"{(folder / python).parent}{os.pathsep}{variables_of_run['PATH']}", **variables}
     command = [str(folder / python), "-W", "ignore", *arguments]
-    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, cwd=folder, env=variables_of_run, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -40,16 +40,16 @@ def run(python: str, folder: Path, *arguments: str, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def folder(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the fork and its environment, and with the tests, but without this repository's package."""
-    made = tmp_path_factory.mktemp("fork")
-    series.environment(made)
+    fork_folder = tmp_path_factory.mktemp("fork")
+    series.environment(fork_folder)
     for name in ("tests", "scripts"):
-        (made / name).symlink_to(ROOT / name)
-    return made
+        (fork_folder / name).symlink_to(ROOT / name)
+    return fork_folder
 
 
 @pytest.fixture(scope="module", params=[("defaults", "pipeline"), *deep((("units", "LoCo"),))], ids=" ".join)
 def compared(request: pytest.FixtureRequest, folder: Path, ranks: Any) -> str:
-    """What the fork says of digests of the package, which saves checkpoints; the fork resumes from them."""
+    """The fork's comparison with digests of the package, from whose checkpoints it resumes."""
     names = ("NIG", "IIG", "GGG") if "units" in request.param else ("NIG", "IIG")  # units with neither of the two
     sets = ("--only", *request.param, "--strategies", *names)
     written, saved = str(folder / "digests.json"), str(folder / "saved")
@@ -119,7 +119,7 @@ CHANGES = {
 }
 ERRORS = {
     "removed": "RuntimeError.*DeepSpeedEngine.save_checkpoint is without its hook save_as_a_whole",
-    "another": f"RuntimeError.* version 3, and deepspeed_ext {OURS} needs version 2.* install the fork",
+    "another": f"RuntimeError.* version 3, but deepspeed_ext {OURS} needs version 2.* install the fork",
     "absent": "DeepSpeedConfigError .* paro_strategy, paro_group_size, which needs the package deepspeed_ext",
 }
 
@@ -136,8 +136,8 @@ def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(
         path = trees[kind] / "deepspeed" / file
         path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     pieces = {}
-    for kind, made in trees.items():
-        first = f"import sys\nsys.path.insert(0, {str(importable(made))!r})\n"
+    for kind, fork_folder in trees.items():
+        first = f"import sys\nsys.path.insert(0, {str(importable(fork_folder))!r})\n"
         pieces[kind] = first + (ABSENT if kind == "absent" else "") + PLAIN_AND_OURS
     found = run_in_forks("import torch", pieces)
     for kind in kinds:

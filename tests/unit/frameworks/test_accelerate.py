@@ -37,7 +37,7 @@ def test_plugin(frameworks: Any, tmp_path: Path, strategy: str, more: dict[str, 
 
 @pytest.mark.deep
 def test_launcher(tmp_path: Path) -> None:
-    """A launch reads the strategy from a file; stock is trained beside it by a plugin. One group of two ranks."""
+    """A launch reads the strategy from a file; stock is trained with a plugin. One group of two ranks."""
     strategy = "IIG"
     config = tmp_path / "config.json"
     config.write_text(json.dumps(for_accelerate(placed(strategy))))

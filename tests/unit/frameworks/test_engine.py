@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What people do with the engine itself: engine.compile(), 8-bit Adam, generation during training."""
+"""Direct uses of the engine: engine.compile(), 8-bit Adam, generation during training."""
 
 from typing import Any
 

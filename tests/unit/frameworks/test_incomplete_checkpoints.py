@@ -22,7 +22,7 @@ FILES = {
 
 
 def make(folder: Path, kinds: list[str], name: str = "checkpoint-") -> Path:
-    """Checkpoints 2, 4, ... of these kinds, and what is none."""
+    """Checkpoints 2, 4, ... of these kinds, and a folder that is no checkpoint."""
     (folder / "runs").mkdir(parents=True)
     (folder / f"{name}99").touch()
     for number, kind in enumerate(kinds):

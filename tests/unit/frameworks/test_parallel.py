@@ -23,17 +23,17 @@ def ulysses_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 
     from tests.harness.frameworks import loops, tiny
 
-    made: list[Any] = []
+    engines: list[Any] = []
 
     def make() -> dict[str, Any]:
         model = tiny.make_model()
         sizes = {"sequence_parallel_size": 2, "micro_batch_size": 2}
-        made.append(UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", **sizes))
-        return {"model": model, "mpu": made[-1]}
+        engines.append(UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", **sizes))
+        return {"model": model, "mpu": engines[-1]}
 
     def loss_of(engine: Any, batch: dict[str, Any]) -> Any:
         """Return the mean over the whole sequence; this rank has half of it."""
-        tokens, mpu = batch["input_ids"], made[-1]
+        tokens, mpu = batch["input_ids"], engines[-1]
         shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         half = {"input_ids": tokens, "position_ids": positions, "shift_labels": shifted}
@@ -61,8 +61,8 @@ def make_ulysses(folder: str, zero: dict[str, Any]) -> Any:
     parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=4, sp_handler=handler)
     args = trainers.arguments(TrainingArguments, zero, folder, parallelism_config=parallel)
     data = [{**row, "position_ids": list(range(8))} for row in tiny.sequences(64, 8)]
-    given = {"model": tiny.make_model(num_key_value_heads=4), "data_collator": default_data_collator}
-    return trainers.recording(Trainer)(**given, args=args, train_dataset=data)
+    trainer_arguments = {"model": tiny.make_model(num_key_value_heads=4), "data_collator": default_data_collator}
+    return trainers.recording(Trainer)(**trainer_arguments, args=args, train_dataset=data)
 
 
 def trainer_case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
@@ -79,10 +79,10 @@ def tensor_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
     from tests.harness.frameworks import loops, tiny
 
     def look(engine: Any) -> None:
-        whole = sum(p.numel() for p in tiny.make_model().parameters())
-        held = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-        if held >= whole:
-            raise ValueError(f"expected that ranks hold parts of {whole} weights, got {held}")
+        total = sum(p.numel() for p in tiny.make_model().parameters())
+        per_rank = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+        if per_rank >= total:
+            raise ValueError(f"expected that ranks hold parts of {total} weights, got {per_rank}")
 
     configs = [plain(zero, tensor_parallel={"autotp_size": 2}) for zero in (stock, ours)]
     return loops.compare(*configs, group=groups._get_data_parallel_group, parts=2, finish=look)

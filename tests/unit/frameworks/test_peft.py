@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA with peft on a model of transformers: what the strategies for few trainable parameters are made for."""
+"""LoRA with peft on a model of transformers, the use of strategies for few trainable parameters."""
 
 from typing import Any
 
@@ -41,12 +41,12 @@ def case(ours: dict[str, Any], stock: dict[str, Any], checkpointing: bool) -> tu
 
     sizes: dict[str, tuple[int, bool]] = {}
     expected, start = loops.train(plain(stock), make)
-    found, _ = loops.train(plain(ours), make, finish=look)
+    losses, _ = loops.train(plain(ours), make, finish=look)
     base = torch.cat([torch.full((numel,), not trains) for numel, trains in sizes.values()])
     adapters = {name for name, (_, trains) in sizes.items() if trains}
     return (
-        tiny.compare_runs(start, expected, found),
-        torch.equal(found.weights[base], start[base]),
+        tiny.compare_runs(start, expected, losses),
+        torch.equal(losses.weights[base], start[base]),
         trained == adapters,
     )
 

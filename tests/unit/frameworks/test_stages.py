@@ -19,7 +19,7 @@ pytestmark = needs("transformers", "accelerate")
             "fastest",
             True,
             'zero_optimization.paro_strategy "fastest" needs zero_optimization.stage with Accelerate, HF Trainer and '
-            "TRL, which decide before the model is known. Set zero_optimization.stage to 1, 2 or 3: the fastest "
+            "TRL, which read it before the model is built. Set zero_optimization.stage to 1, 2 or 3: the fastest "
             "strategy of that stage is chosen.",
         ),
         (

@@ -90,12 +90,12 @@ def test_fastest(group: Any, tmp_path: Path) -> None:
 
 
 def test_an_incomplete_checkpoint_is_not_resumed(frameworks: Any, tmp_path: Path) -> None:
-    """The only checkpoint to keep is the last complete one while the next is written; a kill leaves no file latest."""
+    """The last complete checkpoint stays while the next is written; after a kill there is no file latest."""
     assert frameworks(2).run(incomplete_case, str(tmp_path)) == [([0, 1], True)] * 2
 
 
 def incomplete_case(folder: str) -> tuple[list[int], bool]:
-    """Return at which steps two runs begin, the second without the checkpoint of step 2; whether both end alike."""
+    """Return at which steps two runs begin, the second without the checkpoint of step 2; whether both end equal."""
     import threading
     from unittest import mock
 
@@ -136,16 +136,16 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
 
 
 def test_the_example_trains_under_iig(frameworks: Any, tmp_path: Path) -> None:
-    (lines, _), *_ = found = frameworks(4).run(example_case, str(tmp_path))
-    for words in ("IIG (p=I, g=I, os=G; stage 3)", "over 4 data-parallel ranks in 2 group(s) of 2"):
+    (lines, _), *_ = answers = frameworks(4).run(example_case, str(tmp_path))
+    for words in ("I-I-G (p=I, g=I, os=G; stage 3)", "over 4 data-parallel ranks in 2 group(s) of 2"):
         assert any(words in line for line in lines), (words, lines)
-    assert "'train_loss'" in found[0][1]  # which ranks print it differs between versions of transformers
+    assert "'train_loss'" in answers[0][1]  # which ranks print it differs between versions of transformers
     (checkpoint,) = (tmp_path / "build" / "trainer").glob("checkpoint-*")
     assert {path.name for path in checkpoint.iterdir()} >= {"latest", "zero_to_fp32.py"}
 
 
 def example_case(folder: str) -> tuple[list[str], str]:
-    """What a rank logs and prints in a folder; the Trainer leaves process groups to the end of the process."""
+    """The log and output of a rank in a folder; the Trainer does not destroy process groups."""
     import os
 
     from tests.harness import examples

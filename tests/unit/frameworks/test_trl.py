@@ -61,11 +61,11 @@ def make_dpo(folder: str, zero: dict[str, Any]) -> Any:
     data = Dataset.from_dict({"prompt": texts[:32], "chosen": texts[32:64], "rejected": texts[64:]})
     models = {"model": tiny.make_model(), "ref_model": tiny.make_model()}
     trainer = trainers.recording(DPOTrainer)
-    made = trainer(**models, args=args, train_dataset=data, processing_class=make_tokenizer())
-    found = type(made.ref_model), all(hasattr(p, "ds_id") for p in made.ref_model.parameters())
-    if found != (deepspeed.DeepSpeedEngine, zero["stage"] == 3):
-        raise TypeError(f"expected a reference engine, with parameters cut at stage 3, got {found}")
-    return made
+    trl_trainer = trainer(**models, args=args, train_dataset=data, processing_class=make_tokenizer())
+    result = type(trl_trainer.ref_model), all(hasattr(p, "ds_id") for p in trl_trainer.ref_model.parameters())
+    if result != (deepspeed.DeepSpeedEngine, zero["stage"] == 3):
+        raise TypeError(f"expected a reference engine, with parameters cut at stage 3, got {result}")
+    return trl_trainer
 
 
 def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:

@@ -89,7 +89,7 @@ def test_expected_errors_keep_the_ranks(ranks: RankPool) -> None:
 
 
 def _global_state() -> dict[str, Any]:
-    """What a case can see of the cases before it."""
+    """State that a case sees from earlier cases."""
     import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm.comm import comms_logger

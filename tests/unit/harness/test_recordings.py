@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording of tests contains, and which tests are chosen by it."""
+"""Contents of a recording of tests, and the tests that are selected by it."""
 
 import os
 import subprocess

@@ -120,8 +120,8 @@ def test_importing_torch_imports_little_and_survives_our_faults() -> None:
 
 def test_without_our_keys_little_of_ours_is_imported(imported: subprocess.CompletedProcess[str]) -> None:
     """Nothing that depends on DeepSpeed; and the source of hooked modules stays readable."""
-    length, found = re.findall(r"^(\d+)\n(.*)", imported.stdout, re.MULTILINE)[0]
-    assert int(length) > 10_000 and found == "end", (imported.stdout, imported.stderr)
+    length, out_modules = re.findall(r"^(\d+)\n(.*)", imported.stdout, re.MULTILINE)[0]
+    assert int(length) > 10_000 and out_modules == "end", (imported.stdout, imported.stderr)
 
 
 def test_several_engines_in_one_process(ranks: Any) -> None:

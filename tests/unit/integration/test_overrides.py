@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Overrides are checked against what they override; and rules of layers that import-linter cannot check."""
+"""Checks of overrides against DeepSpeed's methods, and rules of layers that import-linter cannot check."""
 
 import ast
 import sys
@@ -42,8 +42,8 @@ CASES: dict[str, tuple[str, str]] = {
     "another name": ("@override\ndef plain(self, x, b=2): ...", "ours takes (self, x, b=2)"),
     "another default": ("@override\ndef plain(self, a, b=3): ...", "has signature (self, a, b=2)"),
     "one is missing": ("@override\ndef plain(self, a): ...", "has signature (self, a, b=2)"),
-    "gone": ("@override\ndef nowhere(self): ...", "Parent.nowhere is gone"),
-    "not marked": ("def plain(self, a, b=2): ...", "is new to us, and a method of ours has its name"),
+    "gone": ("@override\ndef nowhere(self): ...", "Parent.nowhere no longer exists"),
+    "not marked": ("def plain(self, a, b=2): ...", "is new in DeepSpeed, and has the name of one of our methods"),
     "of keywords one is missing": ("@override\ndef keyword(self, a): ...", "has signature (self, a, *, only)"),
     "of keywords all": ("@override\ndef keyword(self, a, *, only): ...", ""),
     "a property": ("@property\n@override\ndef value(self): ...", ""),
@@ -58,11 +58,11 @@ def test_what_fits_and_what_does_not(case: str) -> None:
     body, expected = CASES[case]
     namespace: dict[str, Any] = {"override": overrides.override}
     exec(body, namespace)
-    own = {name: one for name, one in namespace.items() if name in {*vars(Parent), "nowhere"}}
+    own = {name: member for name, member in namespace.items() if name in {*vars(Parent), "nowhere"}}
     Parent.__module__ = "deepspeed.somewhere"
     ours = type("Ours", (Parent,), {**own, "__module__": "deepspeed_ext.zero.somewhere"})
-    found = "; ".join(overrides.override_problems(overrides.check_overrides(ours)))
-    assert expected in found and bool(expected) == bool(found), found
+    clauses = "; ".join(overrides.override_problems(overrides.check_overrides(ours)))
+    assert expected in clauses and bool(expected) == bool(clauses), clauses
 
 
 @pytest.mark.parametrize("target", [Parent(), Parent, type("Child", (Parent,), {}), sys.modules[__name__]])

@@ -27,12 +27,12 @@ FIRST = f"from torch.distributed import destroy_process_group{PRELUDE}import tor
 
 def test_each_patch_has_a_reason_and_a_signature() -> None:
     assert len({patch.target for patch in patches.PATCHES}) == len(patches.PATCHES)
-    assert all(patch.why and patch.signature.startswith("(") for patch in patches.PATCHES)
+    assert all(patch.purpose and patch.signature.startswith("(") for patch in patches.PATCHES)
 
 
 def test_each_symbol_is_replaced_by_what_is_there() -> None:
-    """What is imported lazily is named by a string."""
-    for patch in (*patches.REPLACED, *patches.BESIDE):
+    """Functions that are imported lazily are named by a string."""
+    for patch in (*patches.REPLACED, *patches.OTHER_PACKAGES):
         assert patch.replace is not None
         assert callable(pkgutil.resolve_name(f"{patch.replace.__module__}:{patch.replace.__name__}")), patch.target
 
@@ -125,8 +125,8 @@ ds_engine.DeepSpeedEngine._configure_zero_optimizer = lambda self, optimizer: co
 try:
     make()
 except RuntimeError as error:
-    assert "paro_strategy NIG has no effect" in str(error), error
-    assert "Other code has replaced or overridden it" in str(error), error
+    assert "paro_strategy N-I-G has no effect" in str(error), error
+    assert "other code has replaced or overridden" in str(error), error
 else:
     raise AssertionError("accepted")
 torch.distributed.destroy_process_group()
@@ -143,14 +143,14 @@ def outputs() -> dict[str, str]:
 
 @pytest.mark.quick
 def test_patches_are_applied_once_and_undone(outputs: dict[str, str]) -> None:
-    """Also their signatures are seen through decorators, and undoing leaves what others have put on top."""
+    """Signatures are read through decorators, and undoing keeps replacements that other code has put on top."""
     states, parent = outputs["states"].splitlines(), outputs["parent"]
     assert states and all(line.startswith(("applied|", "as expected|")) for line in states)
     assert outputs["once"] == outputs["decorated"] == outputs["on top"] == ""
     assert parent.startswith("raised RuntimeError")
     for said in (
         "trace_prologue has signature (self, sub_module, more)",
-        "wait_for_current is new to us",
+        "wait_for_current is new in DeepSpeed",
         "Tested: DeepSpeed",
     ):
         assert said in parent
@@ -173,12 +173,12 @@ GATE_GONE = "import torch, deepspeed.runtime.config as c, deepspeed.runtime.zero
 # Of a DeepSpeed that is too new nothing but the gates is patched.
 VERSION = "import deepspeed\ndeepspeed.__version__ = '0.20.1'\n"
 BROKEN = {
-    "missing": (MISSING, "deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups is gone"),
+    "missing": (MISSING, "deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups no longer exists"),
     "changed": (CHANGED, "all_gather_dp_groups has signature (groups), expected (groups_flat, "),
-    "override": (OVERRIDE, "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor is gone"),
-    "private": (PRIVATE, "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads is gone"),
+    "override": (OVERRIDE, "stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor no longer exists"),
+    "private": (PRIVATE, "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads no longer"),
     "gate": (GATE, "deepspeed.runtime.config.get_zero_config has signature (param_dict, more), expected (param_dict)"),
-    "gate gone": (GATE_GONE, "deepspeed.runtime.config.get_zero_config is gone"),
+    "gate gone": (GATE_GONE, "deepspeed.runtime.config.get_zero_config no longer exists"),
     "version": (VERSION, "its version is 0.20.1, supported is >=0.19.8,<0.20"),
 }
 
@@ -192,7 +192,7 @@ del os.environ["DEEPSPEED_EXT_DISABLE"]
 ACTIVATE = "import deepspeed_ext\ndeepspeed_ext.activate()\n" + PRELUDE
 USE = "ds_config.DeepSpeedConfig(section(paro_strategy='NIG'))\n"
 PATCHED = "print([p.gate for p, state in patcher.status() if state == 'applied'])\n"
-REPORT = "from deepspeed_ext.__main__ import report_patches\nreport_patches()\n"
+REPORT = "from deepspeed_ext.__main__ import print_patches\nprint_patches()\n"
 DO_NOT = "print(int(ds_config.DeepSpeedConfig(section(stage=2)).zero_config.stage))\n"
 
 

@@ -16,7 +16,7 @@ from deepspeed_ext.integration.seams import check_our_keys
 
 
 def planted_case() -> tuple[int, Any, list[str]]:
-    """Return what a planted plugin gets of an engine that it configures, and what ours put on another engine."""
+    """Return the calls of a planted plugin for one engine, and the attributes that ours set on another."""
     from tests.harness.training import Job, make_engine
 
     plugin = mock.Mock()

@@ -34,7 +34,7 @@ from tests.harness.logs import logged
 from tests.harness.snapshots import error_of
 from tests.harness.training import Job
 
-REPLACED = [patch.target.removeprefix("deepspeed.") for patch in (*patches.REPLACED, *patches.BESIDE)]
+REPLACED = [patch.target.removeprefix("deepspeed.") for patch in (*patches.REPLACED, *patches.OTHER_PACKAGES)]
 ELSEWHERE = ("accelerate", "torch", "transformers")  # called in tests of their own
 INSIDE = {name for name in REPLACED if not name.startswith(ELSEWHERE)}
 OF_CHECKPOINTS = {name for name in INSIDE if re.search("checkpoint|ckpt|zero_to_fp32", name)}
@@ -53,9 +53,9 @@ def test_the_page_names_symbols_and_tests_of_each_difference() -> None:
     assert acting <= {name.rpartition(":")[2] for name in REPLACED}
     assert f"The other {len(REPLACED) - len(acting)} replaced symbols" in section
     for *_, tests in rows:
-        shown = re.findall(r"\]\(\.\./\.\./(tests/[\w/]+\.py)\) `(\w+)`", tests)
-        assert shown and len(shown) == tests.count("]("), tests
-        for path, name in shown:
+        listed = re.findall(r"\]\(\.\./\.\./(tests/[\w/]+\.py)\) `(\w+)`", tests)
+        assert listed and len(listed) == tests.count("]("), tests
+        for path, name in listed:
             assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
 
 
@@ -69,7 +69,7 @@ def test_accelerate_reads_a_plain_section_as_it_is(section: Any) -> None:
 
 
 def cases() -> dict[str, Callable[[], Any]]:
-    """What to run with us and without; each returns what must be equal."""
+    """Cases to run with and without the package; each returns values that must be equal."""
     plain = Job(steps=2, empty=False, zero=training.SMALL, accumulation=2, clipping=0.05)
     sums = {"data_types": {"grad_accum_dtype": "fp32"}}
     mixture = Job(network=mixtures.Mixtures, optimizer="Adam", empty=False, steps=2, zero={"reduce_bucket_size": 500})
@@ -126,15 +126,15 @@ def without_us() -> Iterator[None]:
         deepspeed_ext.activate()
 
 
-def same(one: Any, other: Any) -> bool:
+def same(left: Any, other: Any) -> bool:
     """Whether two nested values are equal to the bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, other)
+    if isinstance(left, dict):
+        return left.keys() == other.keys() and all(same(left[key], other[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(other) and all(map(same, left, other))
+    return bool(left == other)
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def calls_seen(names: set[str]) -> Iterator[None]:
     codes: dict[types.CodeType, dict[Any, str]] = {}  # what is replaced lazily has one code, and originals of its own
     for path, (applied,) in patcher._applied.items():
         function = getattr(applied.replacement, "__func__", applied.replacement)
-        target = next(patch.target for patch in (*patches.REPLACED, *patches.BESIDE) if patch.path == path)
+        target = next(patch.target for patch in (*patches.REPLACED, *patches.OTHER_PACKAGES) if patch.path == path)
         codes.setdefault(function.__code__, {})[function.__wrapped__] = target.removeprefix("deepspeed.")
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
@@ -159,7 +159,7 @@ def calls_seen(names: set[str]) -> Iterator[None]:
 
 
 def observed(act: Callable[[], Any]) -> tuple[Any, list[str], list[str]]:
-    """What a case returns, its collectives in order, and its log messages without their numbers."""
+    """The result of a case, its collectives in order, and its log messages without their numbers."""
     reductions = ("all_reduce", "reduce", "reduce_scatter_tensor")
     names = (*reductions, "all_gather_into_tensor", "broadcast", "all_to_all_single", "barrier", "new_group")
     calls: list[str] = []
@@ -218,7 +218,7 @@ def plain_case(several: bool) -> tuple[dict[str, Any], set[str]]:
 
 
 def added(calls: list[str], fewer: list[str]) -> list[str]:
-    """What is in the first list and not in the second; all of it if the second one is not a part in the same order."""
+    """Items of the first list that are not in the second; all items if the second is not a subsequence."""
     rest, more = [*fewer], []
     for call in calls:
         if rest and call == rest[0]:

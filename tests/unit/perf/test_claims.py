@@ -44,20 +44,20 @@ def results_of(command: str) -> str:
 
 
 def test_the_page_is_short_and_leads_to_all_results() -> None:
-    one = page(PAGE)
-    assert len(one.text.split()) <= MOST_WORDS
-    linked = {Path(target).name for target in one.links() if target.startswith("results/")}
+    claims_page = page(PAGE)
+    assert len(claims_page.text.split()) <= MOST_WORDS
+    linked = {Path(target).name for target in claims_page.links() if target.startswith("results/")}
     assert linked == {path.name for path in (PERF / "results").glob("*.md")}
     programs = {path.stem for path in PERF.glob("*.py")} - {"__init__"}
-    assert programs == {name for name in programs if re.search(rf"\b{name}\b", one.text)}
+    assert programs == {name for name in programs if re.search(rf"\b{name}\b", claims_page.text)}
 
 
 def test_each_claim_has_rows_of_its_date() -> None:
     lines = [line for line in page(PAGE).section("## Claims").text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    found, program = [row for row in cells if row[0] != "claim"], ""
-    assert len(found) == 22
-    for claim, date, command, _ in found:
+    rows, program = [row for row in cells if row[0] != "claim"], ""
+    assert len(rows) == 22
+    for claim, date, command, _ in rows:
         program = program if command == "the same" else results_of(command)
         assert set(date.split(", ")) <= dates(program), claim
 
@@ -82,18 +82,18 @@ def test_commands_of_rows_name_no_folder_of_a_machine() -> None:
 
 def rows(file: str, setting: str = "", mbit: float | None = 100) -> dict[str, Row]:
     """Rows of a file by method: of a setting, if one is given, at a rate."""
-    found = (row for row in records.read(file) if row.mbit == mbit)
-    return {row.method: row for row in found if row.setting == (setting or row.setting)}
+    rows = (row for row in records.read(file) if row.mbit == mbit)
+    return {row.method: row for row in rows if row.setting == (setting or row.setting)}
 
 
-def times(some: dict[str, Row], method: str, other: str) -> float:
+def times(rows_by_method: dict[str, Row], method: str, other: str) -> float:
     """How many times as fast a method is as another."""
-    return some[other].median / some[method].median
+    return rows_by_method[other].median / rows_by_method[method].median
 
 
-def share(some: dict[str, Row], method: str, other: str) -> float:
-    """What a method holds, of another's memory."""
-    return some[method].memory / some[other].memory
+def share(rows_by_method: dict[str, Row], method: str, other: str) -> float:
+    """A method's memory as a share of another's."""
+    return rows_by_method[method].memory / rows_by_method[other].memory
 
 
 def table(name: str) -> dict[str, list[str]]:
@@ -174,7 +174,7 @@ def test_figures_of_losses_have_their_rows() -> None:
     read = studies.read(OUTER)
     outer = {(r["optimizer"], r["ranks"], r["method"]): float(r["relative_difference"]) for r in read}
     longer = 100 * outer["Muon", "2", few]
-    apart = max(abs(100 * one) for (*_, method), one in outer.items() if method.endswith(", 4 bits"))
+    apart = max(abs(100 * claims_page) for (*_, method), claims_page in outer.items() if method.endswith(", 4 bits"))
     alone = 100 * max(map(float, ending["AdamW", "NIG" + LOCO]["relative_difference_by_seed"].split()))
     runs = {(run.method, run.seed): run for run in studies.read_runs(LONG)}
 
@@ -202,14 +202,14 @@ def test_figures_of_losses_have_their_rows() -> None:
 
 def test_figures_of_one_host_have_their_rows() -> None:
     coded = {rate: line[4] for rate, line in table("lossless").items()}
-    made = {method: line[3].split(", ")[1] for method, line in table("growth").items() if ", " in line[3]}
+    creation_seconds = {method: line[3].split(", ")[1] for method, line in table("growth").items() if ", " in line[3]}
     reached = [float(line[3]) for line in tables.kernels()[1]]
     leaf = {row["case"]: row for row in read_rows(RESULTS / "leaf_overhead.csv") if row["ranks"] == "1"}
     cost = read_rows(RESULTS / "import_cost.csv")
     imported = [row["median_ms"] for row in cost if row["measured"] == "of that ours"]
     sentences = (
         f"take {coded['0.001']} bits at a rate of 1e-3, and {coded['1e-05']} at 1e-5",
-        f"an engine of N-I-G in {made['NIG']} s, of ZeRO-2 in {made['ZeRO-2']} s",
+        f"an engine of N-I-G in {creation_seconds['NIG']} s, of ZeRO-2 in {creation_seconds['ZeRO-2']} s",
         f"reach {min(reached):.2f} to {max(reached):.2f} of a copy's bandwidth",
         f"adds to many small modules to {float(leaf['ours']['of_stock']):.2f}",
         f"adds {float(imported[-1]):.1f} ms",

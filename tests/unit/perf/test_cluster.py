@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How rows of the emulated cluster are judged, kept and tabulated. No measurement."""
+"""Judging, storing, and tabulating rows of the emulated cluster, without measurements."""
 
 import re
 from dataclasses import replace
@@ -47,8 +47,8 @@ COPIED = row("ING", 1.0, setting="2x2-full-100", more={"copied_bytes": 50.0, "co
     ],
 )
 def test_different_weights_or_bytes_are_problems(measurement: Any, bad: Row, message: str) -> None:
-    (found,) = measurement.problems([bad])
-    assert re.search(message, found)
+    (result,) = measurement.problems([bad])
+    assert re.search(message, result)
 
 
 def test_known_differences_are_no_problems() -> None:
@@ -62,8 +62,8 @@ def test_known_differences_are_no_problems() -> None:
 
 
 def test_speeds_and_choices_are_judged_by_common_rounds() -> None:
-    found = speed(row("NIG", 1.0, 2.0, 4.0), row("ZeRO-3", 3.0, 6.0))
-    assert (found.value, found.low, found.high) == pytest.approx((3.0, 3.0, 3.0)) and found.shows_a_difference
+    result = speed(row("NIG", 1.0, 2.0, 4.0), row("ZeRO-3", 3.0, 6.0))
+    assert (result.value, result.low, result.high) == pytest.approx((3.0, 3.0, 3.0)) and result.is_significant
     (line,) = slower([row("IIG", 5.0), row("ZeRO-3", 29.0)], "ZeRO-3", {"IIG": 6.0, "NIG": 9.0})
     assert line == "IIG is 5.80 times as fast as ZeRO-3 (5.80 to 5.80), not 6"
     rows = [row("NNG", 1.0, predicted=1.0, memory=30.0), row("NIG", 1.2, predicted=0.9, memory=20.0)]
@@ -87,13 +87,13 @@ def test_rows_survive_a_file_that_gets_columns(tmp_path: Path, monkeypatch: pyte
 
 
 def test_pages_have_the_tables_of_their_rows() -> None:
-    found = set()
+    result = set()
     for page in tables.pages():
         text = page.read_text(encoding="utf-8")
-        found |= set(re.findall("<!-- table: tables.py (.*) -->", text))
+        result |= set(re.findall("<!-- table: tables.py (.*) -->", text))
         assert tables.written(text) == text, page.name
     assert network.PLOT.read_text(encoding="utf-8") == network.plot()
-    assert found == set(tables.TABLES)
+    assert result == set(tables.TABLES)
 
 
 def test_formulas_are_those_by_hand() -> None:
@@ -105,31 +105,31 @@ def test_formulas_are_those_by_hand() -> None:
     model, adapters = 4 * 2 * 512 * 2048 * 4, 4 * 2 * (512 + 2048) * 4  # bytes
     full, lora = OFFLOAD["2x2-full-100"], OFFLOAD["2x2-LoRA-100"]
     # A step reads a rank's part in four forwards and backwards, and writes what is trained of it.
-    for setting, method, due in (
+    for setting, method, expected in (
         (full, "ING", 9 * model / 2),
         (full, "ZeRO-3", 9 * model / 4),
         (lora, "ING", (8 * (model + adapters) + adapters) / 2),
     ):
-        assert OffloadMeasurement.formula_copied(setting, method) == due
+        assert OffloadMeasurement.formula_copied(setting, method) == expected
     # 12 bytes of each parameter of a shard, one of four; and with p = N what the first rank writes in bf16.
     name, numel = "2x2-25M-1000", 12 * 8 * 512 * 512
-    for method, due in (("IIG, asynchronous", 3 * numel), ("NIG, asynchronous", 5 * numel), ("NIG", 0)):
-        assert SavesMeasurement.buffers(SAVES[name], method) == due
+    for method, expected in (("IIG, asynchronous", 3 * numel), ("NIG, asynchronous", 5 * numel), ("NIG", 0)):
+        assert SavesMeasurement.buffers(SAVES[name], method) == expected
 
 
 def test_saves_that_stop_the_training_are_named() -> None:
     name = "2x2-25M-1000"
 
     def save(method: str, critical: float, **more: Any) -> Row:
-        due = SavesMeasurement.buffers(SAVES[name], method)
-        columns = {"disk": "real", "critical_seconds": critical, "buffer_bytes": due, **more}
+        expected = SavesMeasurement.buffers(SAVES[name], method)
+        columns = {"disk": "real", "critical_seconds": critical, "buffer_bytes": expected, **more}
         return row(method, critical, setting=name, more=columns)
 
-    whole = save("NIG", 1.0)
-    good = [whole, save("NIG, asynchronous", 0.1, beside_median=1.01)]
+    full_save = save("NIG", 1.0)
+    good = [full_save, save("NIG, asynchronous", 0.1, beside_median=1.01)]
     assert SavesMeasurement.missed(good) == SavesMeasurement.problems(good) == []
     late = save("NIG, asynchronous", 0.11, beside_median=1.06)
-    assert SavesMeasurement.missed([whole, late]) == [
+    assert SavesMeasurement.missed([full_save, late]) == [
         f"{name}, real disk: NIG, asynchronous stops for 11.0% of a synchronous save, not 10%",
         f"{name}, real disk: NIG, asynchronous: steps beside it take 1.060, not 1.05",
     ]

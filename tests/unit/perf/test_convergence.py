@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where training ends: how losses are judged, and that today's code begins as the files of the long study do."""
+"""Final losses: how they are judged, and that current code reproduces the first steps of the long study."""
 
 import statistics
 from dataclasses import replace
@@ -52,8 +52,8 @@ def test_methods_are_judged_with_the_same_seeds() -> None:
 def test_a_run_with_another_text_is_not_taken(tmp_path: Path) -> None:
     run = Run("NIG", 0, "text", 10, losses=[2.0] * 9 + [1.0], held_out={"10": 1.5})
     run.write(tmp_path)
-    found = run.found(tmp_path)
-    assert found == run and found.final_loss == 1.0 and replace(run, seed=1).found(tmp_path) is None
+    result = run.found(tmp_path)
+    assert result == run and result.final_loss == 1.0 and replace(run, seed=1).found(tmp_path) is None
     for changed in (replace(run, text="other"), replace(run, steps=20)):
         with pytest.raises(ValueError, match=r"NIG-0.json: expected a run of .*: move it away"):
             changed.found(tmp_path)
@@ -71,12 +71,12 @@ def held_out_case() -> tuple[int, int]:
     """Return the bytes that are trained and held out; none is both."""
     from tests.perf import convergence
 
-    whole = torch.arange(2 * convergence.PERIOD)
-    with mock.patch.object(convergence, "read_corpus", lambda budget: whole):
-        trained, held = convergence.read_text(OUTER)
-    rows = [convergence.held_out_rows(held, 64, rank, 4) for rank in range(4)]
+    tokens = torch.arange(2 * convergence.PERIOD)
+    with mock.patch.object(convergence, "read_corpus", lambda budget: tokens):
+        trained, held_out = convergence.read_text(OUTER)
+    rows = [convergence.held_out_rows(held_out, 64, rank, 4) for rank in range(4)]
     assert set(torch.cat(rows).flatten().tolist()).isdisjoint(trained.tolist())
-    return len(trained), len(held)
+    return len(trained), len(held_out)
 
 
 def test_no_run_trains_on_held_out_text(ranks: Any) -> None:
@@ -92,15 +92,15 @@ def kept() -> dict[tuple[str, int], Run]:
 @pytest.mark.parametrize(("method", "seed"), sorted(kept()))
 def test_the_first_steps_are_those_of_the_file(method: str, seed: int, ranks: RankPool) -> None:
     expected = kept()[method, seed]
-    found, *_ = ranks(4).run(_beginning, method, seed)
-    if found.text != expected.text:
-        pytest.skip(f"the DeepSpeed that is installed has other sources: {found.text}")
-    for step, (loss, wanted) in enumerate(zip(found.losses, expected.losses, strict=False)):
-        assert loss == pytest.approx(wanted, rel=NEAR), step
-    assert len(found.losses) == BEGINNING
+    result, *_ = ranks(4).run(_beginning, method, seed)
+    if result.text != expected.text:
+        pytest.skip(f"the DeepSpeed that is installed has other sources: {result.text}")
+    for step, (loss, expected_loss) in enumerate(zip(result.losses, expected.losses, strict=False)):
+        assert loss == pytest.approx(expected_loss, rel=NEAR), step
+    assert len(result.losses) == BEGINNING
     for other, run in kept().items():
         if other[1] == seed and crossing(other[0]) != crossing(method):
-            assert apart(found.losses, expected) < apart(found.losses, run), other
+            assert apart(result.losses, expected) < apart(result.losses, run), other
 
 
 def apart(losses: list[float], run: Run) -> float:
@@ -109,7 +109,7 @@ def apart(losses: list[float], run: Run) -> float:
 
 
 def crossing(method: str) -> tuple[bool, bool]:
-    """Return whether a method's gradients cross in few bits, and whether its updates do."""
+    """Return whether a method sends gradients in few bits, and whether it sends updates in few bits."""
     zero = LONG.methods[method].zero
     return "zeropp_loco_param" in zero, zero.get("paro_quantized_updates") == {"bits": 4}
 

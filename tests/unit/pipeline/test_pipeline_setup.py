@@ -64,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "paro_quantized_updates cannot be combined with tied layers (embedding)",
     ),
     ({"stage": 3}, "cannot be built under deepspeed.zero.Init"),
-    ({"stage": 2}, "NGG is not supported here: DualPipeVEngine does not run the 1F1B schedule"),
+    ({"stage": 2}, "N-G-G is not supported here: DualPipeVEngine does not run the 1F1B schedule"),
 ]
 
 
@@ -72,7 +72,7 @@ def test_options_of_pipelines_are_refused_on_all_ranks(ranks: Any) -> None:
     for errors in ranks(2).run(refused_case):
         for (_, expected), error in zip(REFUSED, errors, strict=True):
             assert expected in error, error
-        assert "paro_strategy NIG" in errors[1] and "os = I or N" in errors[1], errors[1]
+        assert "paro_strategy N-I-G" in errors[1] and "os = I or N" in errors[1], errors[1]
 
 
 def refused_case() -> list[str]:
@@ -90,10 +90,12 @@ def refused_case() -> list[str]:
 
 def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:
     for message in ranks(4).run(muon_case, "NorMuon"):
-        assert "NorMuon steps whole matrices, and has shards of them. Use DeepSpeed's" in message, message
+        assert "NorMuon needs whole matrices, but a rank has shards of them. Use DeepSpeed's" in message, message
     assert ranks(4).run(muon_case, "DeepSpeed's") == [""] * 4
     for message in ranks(4).run(experts_case, 3):
-        assert "a pipeline writes each layer's weights to a file, which sharded experts are not in" in message, message
+        assert (
+            "a pipeline saves the weights of each layer to a file, which cannot contain sharded experts" in message
+        ), message
     assert ranks(4).run(experts_case, 2) == [""] * 4
     for message in ranks(4).run(experts_case, 2, 1):
         assert "expert-parallel sizes of MoE layers: [1] on ranks [0, 1], [] on ranks [2, 3]" in message, message
@@ -160,7 +162,7 @@ def test_the_log_explains_one_data_parallel_rank_per_node(ranks: Any) -> None:
     assert len(warnings) == 1, lines
     assert (
         "ranks [0, 2]" in warnings[0]
-        and "NIG is ZeRO-1 here" in warnings[0]
+        and "N-I-G is ZeRO-1 here" in warnings[0]
         and "PipeDataParallelTopology" in warnings[0]
     )
 

@@ -60,12 +60,12 @@ SETTING = tuple[dict[str, Any], Plan]
 
 @pytest.fixture(scope="module")
 def settings() -> list[SETTING]:
-    """Random clusters and models: what the page is given, and the plan of the command for it."""
-    draw, made, parser = random.Random(70), [], argparse.ArgumentParser()
+    """Random clusters and models: inputs of the page, and the command's plan for them."""
+    draw, drawn_settings, parser = random.Random(70), [], argparse.ArgumentParser()
     cli.add_arguments(parser)
     for _ in range(CASES):
         params = draw.choice([int(10 ** draw.uniform(5, 12.5)), draw.randrange(1, 60) * 250_000_000])
-        made.append(
+        drawn_settings.append(
             {
                 "nodes": draw.choice([1, 2, 3, 4, 16, 64, 500]),
                 "ranks_per_node": draw.choice([1, 2, 4, 8, 16, 72]),
@@ -79,7 +79,7 @@ def settings() -> list[SETTING]:
                 "budget": draw.choice([None, 10.0 ** draw.randrange(9, 13)]),
             }
         )
-    return [(one, planned(one, parser)) for one in made]
+    return [(row, planned(row, parser)) for row in drawn_settings]
 
 
 def planned(setting: dict[str, Any], parser: argparse.ArgumentParser) -> Plan:
@@ -93,34 +93,39 @@ def planned(setting: dict[str, Any], parser: argparse.ArgumentParser) -> Plan:
 @pytest.fixture(scope="module")
 def looked(settings: Sequence[SETTING], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One start of the browser for all tests, without an error."""
-    look = LOOK.replace("CASES", f'(window.name === "wide" ? {json.dumps([one for one, _ in settings])} : [])')
+    look = LOOK.replace("CASES", f'(window.name === "wide" ? {json.dumps([row for row, _ in settings])} : [])')
     pages = {name: (page.render(), width) for name, width in WIDTHS.items()}
-    found, logged = browser.look_at(pages, look, tmp_path_factory.mktemp("browser"))
-    assert not logged and not [one["error"] for one in found.values() if "error" in one]
-    return found
+    drawn, logged = browser.look_at(pages, look, tmp_path_factory.mktemp("browser"))
+    assert not logged and not [row["error"] for row in drawn.values() if "error" in row]
+    return drawn
 
 
 def test_figures_are_those_of_the_command(looked: dict[str, Any], settings: Sequence[SETTING]) -> None:
-    for found, (setting, expected) in zip(looked["wide"]["found"], settings, strict=True):
-        rows = {one.name: figures(one) for one in (*expected.predictions, *expected.plain)}
-        assert found["rows"].keys() == rows.keys()
-        assert all(same(found["rows"][name], row) for name, row in rows.items()), setting
+    for drawn, (setting, expected) in zip(looked["wide"]["found"], settings, strict=True):
+        rows = {row.name: figures(row) for row in (*expected.predictions, *expected.plain)}
+        assert drawn["rows"].keys() == rows.keys()
+        assert all(same(drawn["rows"][name], row) for name, row in rows.items()), setting
         # Not its name: several strategies may have the same figures.
         choice = expected.choice and figures(expected.choice)
-        assert found["choice"] == choice is None or same(found["choice"], choice), setting
+        assert drawn["choice"] == choice is None or same(drawn["choice"], choice), setting
         nothing = "no strategy is needed" in expected.reason or "faster: plain" in expected.reason
-        assert found["words"].startswith("You gain nothing here") == nothing, (setting, expected.reason)
-    words = [found["words"] for found in looked["wide"]["found"]]
-    for part in ("gain nothing here: plain ", "you gain a factor of ", " less memory on each GPU", "Nothing fits: "):
-        assert sum(part in one for one in words) >= 10, part
+        assert drawn["words"].startswith("You gain nothing here") == nothing, (setting, expected.reason)
+    words = [drawn["words"] for drawn in looked["wide"]["found"]]
+    for part in (
+        "gain nothing here: plain ",
+        "you gain a factor of ",
+        " less memory on each GPU",
+        "No strategy fits: ",
+    ):
+        assert sum(part in row for row in words) >= 10, part
 
 
-def same(found: Sequence[float], expected: Sequence[float]) -> bool:
-    return all(math.isclose(a, b, rel_tol=5e-5) for a, b in zip(found, expected, strict=True))
+def same(drawn: Sequence[float], expected: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=5e-5) for a, b in zip(drawn, expected, strict=True))
 
 
-def figures(one: Any) -> list[float]:
-    return [one.total_seconds, one.busy["compute"], one.total_memory, one.volume.intra, one.volume.inter]
+def figures(row: Any) -> list[float]:
+    return [row.total_seconds, row.busy["compute"], row.total_memory, row.volume.intra, row.volume.inter]
 
 
 @pytest.mark.parametrize("name", WIDTHS)

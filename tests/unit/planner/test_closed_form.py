@@ -37,24 +37,26 @@ def links(between: float, within: float = 1e-3) -> Rates:
 @pytest.mark.parametrize("between", [0.3, 1.5, 6.0])
 @pytest.mark.parametrize("name", ["NNG", "NIG", "NII", "IIG", "III", "NNI"])
 def test_the_period_is_the_bound(name: str, between: float, accumulation: int) -> None:
-    """The least possible: what of the reduction a backward cannot hide, and of the gather a forward."""
+    """The minimum: the part of the reduction that a backward cannot hide, and of the gather that a forward cannot."""
     reduction = between if name[2] == "G" else 2 * between  # sums that come back
     gather = between if name[2] == "G" else 0.0
     bound = accumulation * (FORWARD + BACKWARD)
     bound += max(0.0, reduction - BACKWARD * LATER) + max(0.0, gather - FORWARD * LATER)
-    found = predict(STRATEGIES[name], CLUSTER, replace(MODEL, accumulation=accumulation), links(between))
+    prediction = predict(STRATEGIES[name], CLUSTER, replace(MODEL, accumulation=accumulation), links(between))
     layer = (reduction + gather) / LAYERS
-    assert bound <= found.total_seconds <= bound + layer + 0.005 * accumulation
-    assert sum(found.seconds.values()) == pytest.approx(found.total_seconds)
-    assert found.busy["between"] == pytest.approx(reduction + gather)
-    assert found.seconds["compute"] == pytest.approx(found.busy["compute"]) == pytest.approx(3.0 * accumulation)
+    assert bound <= prediction.total_seconds <= bound + layer + 0.005 * accumulation
+    assert sum(prediction.seconds.values()) == pytest.approx(prediction.total_seconds)
+    assert prediction.busy["between"] == pytest.approx(reduction + gather)
+    assert (
+        prediction.seconds["compute"] == pytest.approx(prediction.busy["compute"]) == pytest.approx(3.0 * accumulation)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name[0] == "N"])
 def test_nothing_of_p_n_overlaps_on_a_host(name: str) -> None:
     host = replace(MODEL, accumulation=3, streams=False, overlap_updates=False)
-    found = predict(STRATEGIES[name], CLUSTER, host, links(1.5, within=0.5))
-    assert found.seconds == pytest.approx(found.busy)
+    prediction = predict(STRATEGIES[name], CLUSTER, host, links(1.5, within=0.5))
+    assert prediction.seconds == pytest.approx(prediction.busy)
 
 
 def test_prefetches_by_hand() -> None:
@@ -64,9 +66,11 @@ def test_prefetches_by_hand() -> None:
     totals = [predict(STRATEGIES["GNG"], CLUSTER, replace(free, streams=on), rates) for on in (True, False)]
     last = 2.0 / LAYERS  # of a pipeline, what is not under another
     reduced = 1.0 + 2.0  # at the boundary, on one link after the other
-    for found, gathered in zip(totals, (2.0, 2.0 + 1.0), strict=True):
-        assert found.total_seconds == pytest.approx(2 * gathered + reduced - 1.0, abs=3 * last)
-        assert found.busy["within"] == pytest.approx((2 + 1) * 1.0) and found.busy["between"] == pytest.approx(3 * 2.0)
+    for prediction, gathered in zip(totals, (2.0, 2.0 + 1.0), strict=True):
+        assert prediction.total_seconds == pytest.approx(2 * gathered + reduced - 1.0, abs=3 * last)
+        assert prediction.busy["within"] == pytest.approx((2 + 1) * 1.0) and prediction.busy[
+            "between"
+        ] == pytest.approx(3 * 2.0)
     # Two layers take a layer's compute and both of its hops, all 1 s a pass, for each.
     alike = predict(STRATEGIES["GNG"], CLUSTER, replace(free, compute=3.0, accumulation=1), links(1.0, within=1.0))
     assert alike.total_seconds == pytest.approx(1.5 + BACKWARD, abs=0.2)
@@ -76,9 +80,9 @@ def test_prefetches_by_hand() -> None:
 
 def test_what_is_exposed_is_told_apart() -> None:
     """NII reduces and gathers within its group, 2.5 s each, and adds up between groups, in 0.4 s."""
-    found = predict(STRATEGIES["NII"], CLUSTER, MODEL, links(0.2, within=2.5)).seconds
-    assert found["within"] == pytest.approx(2.5 - BACKWARD * LATER + 2.5 - FORWARD * LATER, abs=0.01)
-    assert found["between"] == pytest.approx(0.4 / LAYERS, abs=0.01)
+    prediction = predict(STRATEGIES["NII"], CLUSTER, MODEL, links(0.2, within=2.5)).seconds
+    assert prediction["within"] == pytest.approx(2.5 - BACKWARD * LATER + 2.5 - FORWARD * LATER, abs=0.01)
+    assert prediction["between"] == pytest.approx(0.4 / LAYERS, abs=0.01)
 
 
 def test_updates_come_before_the_forward_or_under_it() -> None:
@@ -95,11 +99,11 @@ def test_updates_come_before_the_forward_or_under_it() -> None:
 
 
 def test_a_unit_is_a_bucket() -> None:
-    """One bucket leaves when the backward is over; of two, the first half-way."""
+    """A single bucket is sent after the backward; the first of two is sent half-way."""
     for buckets, hidden in ((1, 0.0), (2, BACKWARD / 2), (LAYERS, BACKWARD * LATER)):
         model = replace(MODEL, bucket=10**9 // buckets)
-        found = predict(STRATEGIES["NNI"], CLUSTER, model, links(3.0))
-        assert found.seconds["between"] == pytest.approx(6.0 - hidden, abs=0.01)
+        prediction = predict(STRATEGIES["NNI"], CLUSTER, model, links(3.0))
+        assert prediction.seconds["between"] == pytest.approx(6.0 - hidden, abs=0.01)
 
 
 def test_what_crosses_in_each_micro_step_by_hand() -> None:
@@ -109,9 +113,9 @@ def test_what_crosses_in_each_micro_step_by_hand() -> None:
     model = replace(MODEL, accumulation=4)
     rests = 3 * FORWARD + 4 * BACKWARD / LAYERS + FORWARD / LAYERS
     for name, times, beside in (("GGG", 4 * 3, 0.0), ("IGG", 4 + 1, rests), ("NGG", 4 + 1, rests)):
-        found = predict(STRATEGIES[name], CLUSTER, model, links(6.0))
-        assert found.busy["between"] == pytest.approx(6.0 * times)
-        assert found.total_seconds == pytest.approx(6.0 * times + beside, abs=0.05)
+        prediction = predict(STRATEGIES[name], CLUSTER, model, links(6.0))
+        assert prediction.busy["between"] == pytest.approx(6.0 * times)
+        assert prediction.total_seconds == pytest.approx(6.0 * times + beside, abs=0.05)
     loco = predict(STRATEGIES["IGG"], CLUSTER, model, links(6.0), Compression(LocoSettings(bits=4, block_size=32)))
     reduction = 6.0 * 4.5 / 16  # less than a backward takes, so all is hidden but the last unit
     assert loco.busy["between"] == pytest.approx(4 * reduction + 6.0)
@@ -119,7 +123,7 @@ def test_what_crosses_in_each_micro_step_by_hand() -> None:
 
 
 def drawn(random: Random) -> Step:
-    """Return the step of a strategy or a plain stage, drawn from what runs and what is measured."""
+    """Return a random step of a strategy or a plain stage, as in real runs and measurements."""
     sizes = GroupSizes(*random.choice([(8, 1), (16, 4), (8, 8), (32, 8), (4, 2)]))
     states = ModelStates.of(10**9, random.choice([10**9, 10**8]))
 
@@ -162,11 +166,11 @@ def test_the_closed_form_is_near_a_simulation() -> None:
     errors = []
     for seed in range(CASES):
         step = drawn(Random(seed))
-        found, expected = step.seconds(), simulate_step(step)
+        prediction, expected = step.seconds(), simulate_step(step)
         assert step.busy() == pytest.approx(expected.busy)
-        assert found["compute"] == pytest.approx(expected.exposed["compute"])
-        assert all(0 <= seconds <= step.busy()[part] * (1 + 1e-9) for part, seconds in found.items()), seed
-        errors.append(abs(sum(found.values()) / sum(expected.exposed.values()) - 1))
+        assert prediction["compute"] == pytest.approx(expected.exposed["compute"])
+        assert all(0 <= seconds <= step.busy()[part] * (1 + 1e-9) for part, seconds in prediction.items()), seed
+        errors.append(abs(sum(prediction.values()) / sum(expected.exposed.values()) - 1))
     errors.sort()
     assert errors[CASES // 2] < 1e-9 and errors[int(0.95 * CASES)] < 0.02 and errors[-1] < 0.1
 
@@ -194,12 +198,12 @@ def test_matrices_are_orthogonalized_while_others_travel(
     """In 8 rounds, when all reductions are over."""
     rates = links(between, within)
     without = predict(STRATEGIES[name], CLUSTER, MODEL, rates)
-    found = predict(STRATEGIES[name], CLUSTER, replace(MUON, orthogonalizing=orthogonalizing), rates)
-    assert found.total_seconds - without.total_seconds == pytest.approx(added, abs=0.002)
+    prediction = predict(STRATEGIES[name], CLUSTER, replace(MUON, orthogonalizing=orthogonalizing), rates)
+    assert prediction.total_seconds - without.total_seconds == pytest.approx(added, abs=0.002)
     shared = {"G": 8, "I": 2, "N": 2}[name[2]]
-    assert found.busy["update"] - without.busy["update"] == pytest.approx(orthogonalizing / shared)
+    assert prediction.busy["update"] - without.busy["update"] == pytest.approx(orthogonalizing / shared)
     exchanged = 0.4 if name == "IIG" else 0.0
-    assert found.busy["between"] - without.busy["between"] == pytest.approx(exchanged)
+    assert prediction.busy["between"] - without.busy["between"] == pytest.approx(exchanged)
     # To owners and back: two messages a round.
     slow = Rates(*(HopRates(Rate(0.0, 1e15), Rate(0.5, 1e15)) for _ in range(2)), memory=1e13)
     with_muon, without = (predict(STRATEGIES["IIG"], CLUSTER, model, slow) for model in (MUON, MODEL))
@@ -207,8 +211,8 @@ def test_matrices_are_orthogonalized_while_others_travel(
 
 
 def test_plain_stages_by_hand() -> None:
-    """ZeRO-1 waits for what it has updated; hops run at the same time, so none inside a group is seen."""
-    plain = {one.name: one.total_seconds for one in predict_plain(CLUSTER, MODEL, links(3.0, within=2.0))}
+    """ZeRO-1 waits for updated parameters; its hops run at the same time, so the hop inside a group is hidden."""
+    plain = {row.name: row.total_seconds for row in predict_plain(CLUSTER, MODEL, links(3.0, within=2.0))}
     reduced = 3.0 - BACKWARD * LATER
     assert plain["ZeRO-1"] == pytest.approx(3.0 + reduced + 3.0, abs=0.01)
     assert plain["ZeRO-2"] == pytest.approx(plain["ZeRO-1"])

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``"paro_strategy": "fastest"``: decided once, the same on all ranks, kept, and bounded by what is configured."""
+"""``"paro_strategy": "fastest"``: chosen once, identical on all ranks, stored, and limited by the configuration."""
 
 import json
 import re
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
-from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from tests.harness.frozen_models import make_engine
 from tests.harness.logs import is_ours, logged
 
@@ -33,26 +33,34 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
         rates: of the links, or a list with the rates that each rank measures; None if they must not be measured.
         zero_init: whether the model is made in ``zero.Init``.
     """
-    mine = rates[dist.get_rank()] if isinstance(rates, list) else rates
+    own_rates = rates[dist.get_rank()] if isinstance(rates, list) else rates
 
     def measure(*_: Any) -> Rates:
-        assert mine is not None, "the links were measured"
-        return mine
+        assert own_rates is not None, "the links were measured"
+        return own_rates
 
     def flops(*_: Any) -> float:
-        assert mine is not None, "compute was measured"
+        assert own_rates is not None, "compute was measured"
         return FLOPS
 
     section = {"paro_strategy": "fastest", "paro_group_size": 2, **zero}
-    with mock.patch.object(probe, "measure", measure), mock.patch.object(probe, "flops", flops), logged() as lines:
+    with (
+        mock.patch.object(probe, "measure", measure),
+        mock.patch.object(probe, "measure_flops", flops),
+        logged() as lines,
+    ):
         engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
-    found = engine._config.zero_config.paro_strategy, engine.zero_optimization_stage(), type(engine.optimizer).__name__
+    chosen = (
+        engine._config.zero_config.paro_strategy,
+        engine.zero_optimization_stage(),
+        type(engine.optimizer).__name__,
+    )
     engine.destroy()
-    return found, [text for level, text in lines if level == "WARNING" and is_ours(text)]
+    return chosen, [text for level, text in lines if level == "WARNING" and is_ours(text)]
 
 
 def engines_case(cases: list[tuple[Any, ...]]) -> list[Any]:
-    """Return what ``engine_case`` returns of each case, in order."""
+    """Return the results of ``engine_case`` for each case, in order."""
     return [engine_case(*case) for case in cases]
 
 
@@ -69,18 +77,18 @@ def entries(file: str | Path) -> list[dict[str, Any]]:
 def test_it_is_decided_said_and_kept(ranks: Any, file: str) -> None:
     zero = {"paro_decision_file": file}
     decided = ranks(4).run(engine_case, zero, {})
-    assert {found for found, _ in decided} == {("NNG", 1, "Stage12Optimizer")}
+    assert {chosen for chosen, _ in decided} == {("NNG", 1, "Stage12Optimizer")}
     (said,) = decided[0][1]
-    assert '"fastest" is NNG: ' in said and "s per step: " in said and "GB on each rank" in said
+    assert '"fastest" is N-N-G: ' in said and "s per step: " in said and "GB on each rank" in said
     assert "compute of a micro-step: 5.2e-08 s, estimated from 5.2e+04 FLOPs at 1e+12 a second" in said
     (written,) = entries(file)
     assert written["strategy"] == "NNG" and len(written["plan"]["predictions"]) == 14
     # The same again: not measured, the strategy stays. It would even if another were faster now.
     written["strategy"] = "NIG"
     Path(file).write_text(json.dumps({"decisions": [written]}))
-    kept = ranks(4).run(engine_case, zero, {}, None)
-    assert {found for found, _ in kept} == {("NIG", 2, "Stage12Optimizer")}
-    assert "stays NIG, as decided on 20" in kept[0][1][0] and not any(lines for _, lines in kept[1:])
+    repeated = ranks(4).run(engine_case, zero, {}, None)
+    assert {chosen for chosen, _ in repeated} == {("NIG", 2, "Stage12Optimizer")}
+    assert "stays N-I-G, as decided on 20" in repeated[0][1][0] and not any(lines for _, lines in repeated[1:])
 
 
 OTHER_RUNS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # keys of zero_optimization, and others
@@ -103,12 +111,12 @@ def test_another_run_is_decided_anew_and_all_are_kept(ranks: Any, file: str) -> 
     first, *others = ranks(2).run(engines_case, runs)[0]
     assert len(first[1]) == 1
     for (zero, config), (_, lines) in zip(OTHER_RUNS, others, strict=True):
-        assert "has no decision for this run: deciding anew" in lines[0], (zero, config)
+        assert "has no decision for this run: choosing again" in lines[0], (zero, config)
         if "paro_micro_step_seconds" in zero:
             assert "compute of a micro-step: 0.5 s, as paro_micro_step_seconds says" in lines[-1]
-    kept = entries(file)
-    assert len({json.dumps(one["inputs"], sort_keys=True) for one in kept}) == len(runs)
-    seconds = [one["plan"]["micro_step_seconds"] for one in kept if one["inputs"]["paro_micro_step_seconds"]]
+    repeated = entries(file)
+    assert len({json.dumps(entry["inputs"], sort_keys=True) for entry in repeated}) == len(runs)
+    seconds = [entry["plan"]["micro_step_seconds"] for entry in repeated if entry["inputs"]["paro_micro_step_seconds"]]
     assert seconds == [0.5]
     for _, lines in ranks(2).run(engines_case, [(*run, None) for run in runs])[0]:
         assert "stays " in lines[0]
@@ -123,11 +131,11 @@ def test_faults_of_the_file_stop_no_run(ranks: Any, tmp_path: Path) -> None:
     # Below a file, in the place of a folder, and with the longest name, with which a temporary file cannot be named.
     impossible = [tmp_path / "file" / "below" / "decision.json", tmp_path / "folder", tmp_path / ("x" * 255)]
     before = sorted(tmp_path.iterdir())
-    found = ranks(2).run(engines_case, [({"paro_decision_file": str(path)}, {}) for path in broken + impossible])[0]
-    for path, (_, lines) in zip(broken, found[:3], strict=True):
+    chosen = ranks(2).run(engines_case, [({"paro_decision_file": str(path)}, {}) for path in broken + impossible])[0]
+    for path, (_, lines) in zip(broken, chosen[:3], strict=True):
         assert "cannot be read (" in lines[0]
         assert entries(path)[0]["strategy"] in STRATEGIES
-    assert all("the decision is not kept" in lines[-1] for _, lines in found[3:])
+    assert all("the decision could not be written" in lines[-1] for _, lines in chosen[3:])
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -150,18 +158,18 @@ def test_what_is_configured_bounds_the_choice(ranks: Any, tmp_path: Path) -> Non
         ({**zero, "paro_decision_file": file}, config, SLOW_LINKS, zero_init)
         for file, (zero, config, zero_init, _) in zip(files, BOUNDS, strict=True)
     ]
-    for (zero, _, _, expected), file, *found in zip(BOUNDS, files, *ranks(4).run(engines_case, cases), strict=True):
-        (name,) = {strategy for (strategy, *_), _ in found}
+    for (zero, _, _, expected), file, *chosen in zip(BOUNDS, files, *ranks(4).run(engines_case, cases), strict=True):
+        (name,) = {strategy for (strategy, *_), _ in chosen}
         (written,) = entries(file)
         assert set(written["inputs"]["strategies"]) == expected
         assert name in expected
-        assert {one["loco"] for one in written["plan"]["predictions"]} == {"zeropp_loco_param" in zero}
-        assert {one["updates"] for one in written["plan"]["predictions"]} == {"paro_quantized_updates" in zero}
+        assert {entry["loco"] for entry in written["plan"]["predictions"]} == {"zeropp_loco_param" in zero}
+        assert {entry["updates"] for entry in written["plan"]["predictions"]} == {"paro_quantized_updates" in zero}
         assert written["inputs"]["paro_quantized_updates"] == zero.get("paro_quantized_updates")
-        (said,) = found[0][1]
-        assert (f'"fastest" is {name} + updates: ' in said) == ("paro_quantized_updates" in zero)
+        (said,) = chosen[0][1]
+        assert (f'"fastest" is {hyphenate(name)} + updates: ' in said) == ("paro_quantized_updates" in zero)
         if "offload_param" in zero:
-            assert {one["memory"]["parameters"] for one in written["plan"]["predictions"]} == {0.0}
+            assert {entry["memory"]["parameters"] for entry in written["plan"]["predictions"]} == {0.0}
 
 
 def test_memory_bounds_the_choice(ranks: Any, file: str) -> None:
@@ -172,8 +180,10 @@ def test_memory_bounds_the_choice(ranks: Any, file: str) -> None:
     cases = [({**zero, "paro_memory_gb": kilobytes * 1e-6}, {}) for kilobytes in (1000, 75, 65)]
     cases.append(({**zero, "paro_memory_gb": 66e-6, "offload_optimizer": {"device": "cpu"}}, {}))
     for decided in ranks(4).run(engines_case, cases):
-        assert [found[0] for found, _ in decided] == ["NNG", "NIG", "NGG", "NNG"]
-    message = r"fastest: none fits: NGG needs least, 6.4e-05 GB of 1e-05 GB on each rank.* Raise paro_memory_gb"
+        assert [chosen[0] for chosen, _ in decided] == ["NNG", "NIG", "NGG", "NNG"]
+    message = (
+        r"fastest: no strategy fits: N-G-G needs the least memory, 6.4e-05 GB of 1e-05 GB on.* Raise paro_memory_gb"
+    )
     for error in ranks(4).run_expect_error(engine_case, {**zero, "paro_memory_gb": 1e-5}, {}):
         assert re.search(message, error.message), error.message
 
@@ -185,11 +195,11 @@ def test_muons_matrices_are_counted(ranks: Any, file: str) -> None:
     for rates, os, micro_step_seconds in ((SLOW_LINKS, "I", 0), (quick, "G", 1e-9)):
         zero = {"paro_decision_file": file, "paro_micro_step_seconds": micro_step_seconds}
         decided = ranks(4).run(engine_case, zero, config, rates)
-        assert {found[0][2] for found, _ in decided} == {os}
-        assert "plain stages are left out: with Muon they also move whole gradients" in decided[0][1][-1]
+        assert {chosen[0][2] for chosen, _ in decided} == {os}
+        assert "not compared with plain stages: with Muon they also send full gradients" in decided[0][1][-1]
         written = entries(file)[0]
         assert written["inputs"]["matrices"] == 4 * 6000 and written["inputs"]["moved"]["optimizer"] == 8 * 6000
-        updates = {one["strategy"]: one["busy"]["update"] for one in written["plan"]["predictions"]}
+        updates = {entry["strategy"]: entry["busy"]["update"] for entry in written["plan"]["predictions"]}
         # A matrix of 60 x 100, orthogonalized by the ranks that share the states, or those of a group.
         flops = 8 * 60**2 * 100 + 28 * 60**3
         assert [updates[name] for name in ("NNN", "NNI", "NNG")] == pytest.approx([flops / 2e12] * 2 + [flops / 4e12])
@@ -208,7 +218,7 @@ def test_without_an_optimizer_parameters_are_cut(ranks: Any, file: str) -> None:
     keys = {"paro_group_size": 2, "paro_decision_file": file}
     (name,) = set(ranks(4).run(inference_case, keys))
     assert STRATEGIES[name].stage == 3
-    message = "leaves paro_strategy fastest only NNN, NNI, NNG, .*there is no optimizer.* Set stage 3"
+    message = "allows paro_strategy fastest only N-N-N, N-N-I, N-N-G, .*there is no optimizer.* Set stage 3"
     for error in ranks(4).run_expect_error(inference_case, {**keys, "stage": 1}):
         assert re.search(message, error.message), error.message
 
@@ -217,4 +227,4 @@ def test_ranks_that_measure_differently_decide_alike(ranks: Any, file: str) -> N
     quick = Rates(*[HopRates(Rate(0.0, 1e6), Rate(0.0, 1e12))] * 2)
     rates = [SLOW_LINKS, quick, quick, SLOW_LINKS]
     decided = ranks(4).run(engine_case, {"paro_decision_file": file, "stage": 3}, {}, rates)
-    assert len({found for found, _ in decided}) == 1
+    assert len({chosen for chosen, _ in decided}) == 1

@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What parameters in host memory cost in a predicted step, against figures by hand. Pure."""
+"""Predicted cost of parameters in host memory, against figures by hand. Pure."""
 
 from dataclasses import replace
 
 import pytest
 
 from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
@@ -26,28 +26,28 @@ MODEL = Model(
 FEW_BITS = Compression(LocoSettings(), UpdateSettings())
 
 
-def of(name: str, model: Model = MODEL, sent: Compression = AS_IT_IS, rates: Rates = RATES) -> Prediction:
+def of(name: str, model: Model = MODEL, sent: Compression = UNCOMPRESSED, rates: Rates = RATES) -> Prediction:
     return predict(STRATEGIES[name], CLUSTER, model, rates, sent)
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_bytes_are_those_of_the_formulas(name: str) -> None:
-    """Copies at 1 GB/s: a slice in each of six gathers, and after the step what of it has been updated."""
-    row, found = STRATEGIES[name], of(name)
-    held = 2.0 / CLUSTER.shards(row.p)
-    assert found.busy["host"] == pytest.approx(6 * held + 0.8 / CLUSTER.shards(row.p))
-    assert found.host == pytest.approx(1e9 * held) and found.memory.parameters == 0.0
-    whole = of(name, replace(MODEL, held=None, host=None))
+    """Copies at 1 GB/s: a slice in each of six gathers, and its updated part after the step."""
+    row, prediction = STRATEGIES[name], of(name)
+    on_device = 2.0 / CLUSTER.shards(row.p)
+    assert prediction.busy["host"] == pytest.approx(6 * on_device + 0.8 / CLUSTER.shards(row.p))
+    assert prediction.host == pytest.approx(1e9 * on_device) and prediction.memory.parameters == 0.0
+    unsharded = of(name, replace(MODEL, held=None, host=None))
     windows = 2 * 2 * 10**7 / 4 if name in ("ING", "IIG", "IGG") else 0.0
-    assert found.transient == pytest.approx(whole.transient + windows)
-    assert whole.host == whole.busy["host"] == 0.0 and whole.volume == found.volume
-    kept = of(name, replace(MODEL, regathered=False))
-    assert kept.busy["host"] == pytest.approx(3 * held + 0.8 / CLUSTER.shards(row.p))
+    assert prediction.transient == pytest.approx(unsharded.transient + windows)
+    assert unsharded.host == unsharded.busy["host"] == 0.0 and unsharded.volume == prediction.volume
+    not_regathered = of(name, replace(MODEL, regathered=False))
+    assert not_regathered.busy["host"] == pytest.approx(3 * on_device + 0.8 / CLUSTER.shards(row.p))
 
 
 def test_a_cache_saves_its_bytes_of_each_gather() -> None:
-    found = of("NIG")
-    assert (found.busy["host"], found.host, found.memory.parameters) == (0.0, 0.0, STATES.parameters)
+    prediction = of("NIG")
+    assert (prediction.busy["host"], prediction.host, prediction.memory.parameters) == (0.0, 0.0, STATES.parameters)
     half = replace(MODEL, host=HostParameters(cache=0.25e9))
     assert of("IIG", half).busy["host"] == pytest.approx(6 * 0.25 + 0.2)
     assert of("IIG", half).memory.parameters == 0.25e9 and of("IIG", half).host == 0.5e9
@@ -63,12 +63,12 @@ def test_updates_and_offloaded_states_use_slices_on_the_host() -> None:
 
 
 def test_copies_run_under_compute_in_both_directions() -> None:
-    """A gather takes 0.5 s and a micro-step 3 s, so that only what a micro-step begins with is waited for."""
+    """A gather takes 0.5 s and a micro-step 3 s, so only the first gather of a micro-step is waited for."""
     layer = 0.5 / 20
-    found = of("IIG", replace(MODEL, compute=3.0))
+    prediction = of("IIG", replace(MODEL, compute=3.0))
     # The first layer: its window goes down in the first micro-step, and its slice up in each of the three.
-    assert found.seconds["host"] == pytest.approx(0.2 / 20 + 3 * layer, abs=1e-3)
-    assert found.total_seconds == pytest.approx(9.0 + found.seconds["host"], abs=1e-3)
+    assert prediction.seconds["host"] == pytest.approx(0.2 / 20 + 3 * layer, abs=1e-3)
+    assert prediction.total_seconds == pytest.approx(9.0 + prediction.seconds["host"], abs=1e-3)
     within = of("III", replace(MODEL, compute=3.0)).seconds["host"]
     assert within == pytest.approx(0.2 + 3 * layer, abs=1e-3), "a step of DeepSpeed's waits for the copy"
     slow = of("IIG", replace(MODEL, compute=0.3))  # less than the copies: these are what a step takes
@@ -78,8 +78,8 @@ def test_copies_run_under_compute_in_both_directions() -> None:
 @pytest.mark.parametrize("n, m, copied", [(4, 4, 6 * 0.5 + 0.2), (8, 1, 6 * 2.0 + 0.8)])
 def test_one_group_and_groups_of_one_rank(n: int, m: int, copied: float) -> None:
     model = replace(MODEL, host=HostParameters(cache=0.0 if m == 1 else 9e9))  # one group has no slices of rows
-    found = predict(STRATEGIES["IIG"], GroupSizes(n, m), model, RATES)
-    assert found.busy["host"] == pytest.approx(copied) and found.memory.parameters == 0.0
+    prediction = predict(STRATEGIES["IIG"], GroupSizes(n, m), model, RATES)
+    assert prediction.busy["host"] == pytest.approx(copied) and prediction.memory.parameters == 0.0
 
 
 def test_pageable_memory_hides_nothing() -> None:

@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner says of an outer optimizer, by hand."""
+"""Predictions for an outer optimizer, against figures by hand."""
 
 from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.config.model import WITH_OUTER
-from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
+from deepspeed_ext.config.model import OUTER_STRATEGIES
+from deepspeed_ext.config.settings import MAX_TRANSFER_NUMEL, OuterSettings
 from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
@@ -30,54 +30,58 @@ def of(name: str, settings: OuterSettings, model: Model = MODEL, sizes: GroupSiz
     return predict_outer(STRATEGIES[name], sizes, model, RATES, settings)
 
 
-@pytest.mark.parametrize("name", WITH_OUTER)
+@pytest.mark.parametrize("name", OUTER_STRATEGIES)
 def test_an_outer_step_by_hand(name: str) -> None:
-    row, found = STRATEGIES[name], of(name, OuterSettings())
+    row, prediction = STRATEGIES[name], of(name, OuterSettings())
     alone = predict(row, CLUSTER, MODEL, RATES)
-    assert found.received == pytest.approx(2 * 3 / 16 * 4 * TRAINED) == pytest.approx(9e8)
-    assert found.average.volume.inter == pytest.approx(9e8 / 30)
-    assert found.average.volume.intra == pytest.approx(row.volume(CLUSTER, MODEL.states, 4).intra)
-    assert found.held == pytest.approx(4 * TRAINED / 4 + 8 * TRAINED / 16)
-    assert found.transfer == 4 * MOST_AT_ONCE and found.average.host == 0
-    assert found.average.memory == alone.memory
-    assert found.average.total_memory == pytest.approx(alone.total_memory + found.held + found.transfer)
+    assert prediction.received == pytest.approx(2 * 3 / 16 * 4 * TRAINED) == pytest.approx(9e8)
+    assert prediction.average.volume.inter == pytest.approx(9e8 / 30)
+    assert prediction.average.volume.intra == pytest.approx(row.volume(CLUSTER, MODEL.states, 4).intra)
+    assert prediction.held == pytest.approx(4 * TRAINED / 4 + 8 * TRAINED / 16)
+    assert prediction.transfer == 4 * MAX_TRANSFER_NUMEL and prediction.average.host == 0
+    assert prediction.average.memory == alone.memory
+    assert prediction.average.total_memory == pytest.approx(alone.total_memory + prediction.held + prediction.transfer)
     # Three pieces of at most 2^26 elements there in 4.5e8 bytes, and as many back.
-    assert found.exposed == found.busy == pytest.approx(3 * 2e-2 + 4.5e8 / 1e9 + 3 * 1e-2 + 4.5e8 / 2e9)
-    assert found.average.total_seconds == pytest.approx(0.02 + found.exposed / 30)
-    assert found.average.seconds["between"] == found.average.busy["between"] == pytest.approx(found.exposed / 30)
+    assert prediction.exposed == prediction.busy == pytest.approx(3 * 2e-2 + 4.5e8 / 1e9 + 3 * 1e-2 + 4.5e8 / 2e9)
+    assert prediction.average.total_seconds == pytest.approx(0.02 + prediction.exposed / 30)
+    assert (
+        prediction.average.seconds["between"]
+        == prediction.average.busy["between"]
+        == pytest.approx(prediction.exposed / 30)
+    )
 
 
-@pytest.mark.parametrize("name", WITH_OUTER)
+@pytest.mark.parametrize("name", OUTER_STRATEGIES)
 def test_fragments_in_few_bits_under_inner_steps_by_hand(name: str) -> None:
-    found = of(name, STREAMING)
+    prediction = of(name, STREAMING)
     each_way = 3 / 16 * TRAINED * 4.125 / 8
-    assert found.received == pytest.approx(2 * each_way)
-    assert found.held == pytest.approx(9e8 + ERRORS)
-    assert found.transfer == pytest.approx(4 * 1.5e8 / 5 + ERRORS / 5)
+    assert prediction.received == pytest.approx(2 * each_way)
+    assert prediction.held == pytest.approx(9e8 + ERRORS)
+    assert prediction.transfer == pytest.approx(4 * 1.5e8 / 5 + ERRORS / 5)
     fragment = 2e-2 + each_way / 5 / 1e9 + 1e-2 + each_way / 5 / 2e9
     assert 0.04 < fragment < 0.08  # so two inner steps hide some of it, and twice as long ones all
-    assert found.busy == pytest.approx(5 * fragment)
-    assert found.exposed == pytest.approx(5 * (fragment - 2 * 0.02))
+    assert prediction.busy == pytest.approx(5 * fragment)
+    assert prediction.exposed == pytest.approx(5 * (fragment - 2 * 0.02))
     slower = of(name, STREAMING, replace(MODEL, compute=0.01)).average
     assert slower.total_seconds == pytest.approx(0.04) and slower.seconds["between"] == 0
     assert slower.busy["between"] == pytest.approx(5 * fragment / 30)
-    for delay, copied in ((0, MOST_AT_ONCE), (1, 1.5e8)):
-        whole = of(name, STREAMING.model_copy(update={"fragments": 1, "delay": delay}))
-        assert whole.transfer == pytest.approx(4 * copied + ERRORS) and whole.received == found.received
+    for delay, copied in ((0, MAX_TRANSFER_NUMEL), (1, 1.5e8)):
+        undivided = of(name, STREAMING.model_copy(update={"fragments": 1, "delay": delay}))
+        assert undivided.transfer == pytest.approx(4 * copied + ERRORS) and undivided.received == prediction.received
 
 
 def test_bits_and_places_of_what_is_held_and_refusals() -> None:
     for bits, wire in ((32, 32), (16, 16), (8, 8.125), (4, 4.125)):
-        found = of("III", OuterSettings(bits=bits))
-        assert found.received == pytest.approx(2 * 3 / 16 * TRAINED * wire / 8), bits
-        assert found.held == pytest.approx(9e8 + (ERRORS if bits < 16 else 0)), bits
+        prediction = of("III", OuterSettings(bits=bits))
+        assert prediction.received == pytest.approx(2 * 3 / 16 * TRAINED * wire / 8), bits
+        assert prediction.held == pytest.approx(9e8 + (ERRORS if bits < 16 else 0)), bits
     offloaded = of("III", STREAMING.model_copy(update={"offload": "cpu"}))
     assert offloaded.held == pytest.approx(ERRORS) and offloaded.average.host == pytest.approx(9e8)
     assert offloaded.transfer == of("III", STREAMING).transfer
     one_group = of("III", OuterSettings(bits=4), sizes=GroupSizes(4, 4))
     assert (one_group.received, one_group.busy) == (0, 0)
     assert one_group.held == pytest.approx(4 * 1.5e8 + 8 * 1.5e8)  # it has no errors
-    with pytest.raises(ValueError, match="needs one of NNI, NII, INI, III, got IIG"):
+    with pytest.raises(ValueError, match="needs one of N-N-I, N-I-I, I-N-I, I-I-I, got I-I-G"):
         of("IIG", STREAMING)
-    with pytest.raises(ValueError, match="an outer optimizer takes no experts of expert parallelism"):
+    with pytest.raises(ValueError, match="an outer optimizer does not support expert parallelism"):
         of("III", STREAMING, replace(MODEL, experts=(Experts(2, MODEL.states),)))

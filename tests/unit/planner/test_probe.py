@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How rates are measured, on a simulated clock and on this machine: work is queued, and waiting for it costs time."""
+"""Measurement of rates, on a simulated clock and on this machine: work is queued, and waiting for it takes time."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.models import micro_step_flops
-from deepspeed_ext.tools.report import flat
+from deepspeed_ext.tools.report import flat_collectives
 
 WAIT = 100e-6  # seconds to wait for the simulated device
 
@@ -50,7 +50,7 @@ def test_copies_from_the_host_use_the_memory_of_parameters(
     pin = mock.Mock(side_effect=lambda tensor: tensor)
     on_device(monkeypatch, is_synchronized_device=lambda: on_host, pin_memory=pin)
     monkeypatch.setattr(probe, "_seconds", lambda run: run().nbytes / 2**20)  # as if a MiB took a second
-    assert probe._host(pinned) / 2**20 == rate and pin.call_count == pinnings
+    assert probe._host_copy_rate(pinned) / 2**20 == rate and pin.call_count == pinnings
 
 
 @pytest.mark.parametrize("on_host, free, size", [(True, 2**40, 64), (False, 2**20, 64), (False, 2**30, 128)])
@@ -60,16 +60,16 @@ def test_memory_is_measured_beyond_caches_if_it_fits(
     """MiB of the buffer: on the host, on a device with little free memory, and on one with enough."""
     on_device(monkeypatch, is_synchronized_device=lambda: on_host, available_memory=lambda: free)
     monkeypatch.setattr(probe, "_seconds", lambda run: run().nbytes / 2**20)
-    with mock.patch.object(torch, "ones", wraps=torch.ones) as ones:
-        assert probe._memory() / 2**21 == pytest.approx(1, abs=1e-3)
-    assert ones.call_args.args[0] * 4 / 2**20 == size
+    with mock.patch.object(torch, "ones", wraps=torch.ones) as make_ones:
+        assert probe._memory_rate() / 2**21 == pytest.approx(1, abs=1e-3)
+    assert make_ones.call_args.args[0] * 4 / 2**20 == size
 
 
 def test_a_rate_is_that_of_what_a_rank_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     """From each of the others: a hop of three ranks, at a gigabyte a second."""
     monkeypatch.setattr(probe, "_runner", lambda hop, share, dtype: lambda: (hop.size - 1) * share * dtype.itemsize)
     monkeypatch.setattr(probe, "_seconds", lambda run: run() / 1e9)
-    assert probe._rate(SimpleNamespace(size=3), torch.float32).bandwidth == pytest.approx(1e9)  # type: ignore[arg-type]
+    assert probe._hop_rate(SimpleNamespace(size=3), torch.float32).bandwidth == pytest.approx(1e9)  # type: ignore[arg-type]
 
 
 def test_compute_is_estimated_rather_too_low() -> None:
@@ -91,16 +91,16 @@ def test_compute_is_estimated_rather_too_low() -> None:
 
 def probe_case() -> list[Any]:
     """Return the rates of links and of compute that each rank measures on this machine."""
-    found: list[Any] = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * dist.get_world_size()
     with mock.patch.object(probe, "SIZES", (2**16, 2**20)):
-        measured = probe.measure(get_topology(None, 2)).as_dict(), probe.flops(torch.float32)
-    dist.all_gather_object(found, measured)
-    return found
+        measured = probe.measure(get_topology(None, 2)).as_dict(), probe.measure_flops(torch.float32)
+    dist.all_gather_object(gathered, measured)
+    return gathered
 
 
 def test_the_probe_gives_all_ranks_the_same_rates(ranks: Any) -> None:
     first, *others = ranks(4).run(probe_case)[0]
-    assert all(one == first for one in others)
+    assert all(rates == first for rates in others)
     rates, flops = first
     for hops in (rates["gather"], rates["reduce"]):
         assert all(1e6 < hops[hop]["bandwidth"] < 1e12 for hop in ("intra", "inter"))
@@ -112,15 +112,17 @@ def flat_case(scatter: bool, as_shipped: bool) -> tuple[Any, list[bool]]:
     zero = SimpleNamespace(reduce_scatter=scatter, use_multi_rank_bucket_allreduce=as_shipped)
     with (
         mock.patch.object(probe, "SIZES", (2**16, 2**20)),
-        mock.patch.object(flat.dist, "reduce", wraps=flat.dist.reduce) as reduce,
-        mock.patch.object(flat.dist, "reduce_scatter_tensor", wraps=flat.dist.reduce_scatter_tensor) as reduce_scatter,
+        mock.patch.object(flat_collectives.dist, "reduce", wraps=flat_collectives.dist.reduce) as reduce,
+        mock.patch.object(
+            flat_collectives.dist, "reduce_scatter_tensor", wraps=flat_collectives.dist.reduce_scatter_tensor
+        ) as reduce_scatter,
     ):
-        rates = flat.measure(SimpleNamespace(zero_config=zero), torch.float32)  # type: ignore[arg-type]
+        rates = flat_collectives.measure(SimpleNamespace(zero_config=zero), torch.float32)  # type: ignore[arg-type]
     return rates, [reduce.called, reduce_scatter.called]
 
 
 @pytest.mark.parametrize("scatter, as_shipped", [(True, True), (True, False), (False, False)])
 def test_collectives_of_plain_stages_are_as_configured(ranks: Any, scatter: bool, as_shipped: bool) -> None:
     first, *others = ranks(4).run(flat_case, scatter, as_shipped)
-    assert all(one == first for one in others) and first[1] == [scatter and not as_shipped, scatter]
+    assert all(rates == first for rates in others) and first[1] == [scatter and not as_shipped, scatter]
     assert all(1e6 < rate.bandwidth < 1e12 for rate in vars(first[0]).values())

@@ -10,7 +10,7 @@ import pytest
 from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from deepspeed_ext.tools.plan.saves import Contents, Family
+from deepspeed_ext.tools.plan.saves import Family, SaveFiles
 from tests.harness import training
 from tests.harness.tiers import deep
 
@@ -20,13 +20,19 @@ def test_files_are_those_of_real_saves(ranks: Any, kernels: bool, tmp_path: Path
     """To 1 %: the rest is headers and padding. On a host, frozen weights are in a file once."""
     trained, every = ranks(4).run(saved, name, str(tmp_path))[0]
     states, sizes = ModelStates.of(every, trained), GroupSizes(4, 2)
-    errors = 0.0 if name == "NNN" else Compression(LocoSettings()).saved_bytes(STRATEGIES[name], sizes, trained)
-    due = Contents.of(STRATEGIES[name], [Family(sizes, states, errors)])
+    errors = 0.0 if name == "NNN" else Compression(LocoSettings()).error_bytes(STRATEGIES[name], sizes, trained)
+    expected = SaveFiles.for_strategy(STRATEGIES[name], [Family(sizes, states, errors)])
     if name[0] == "N":
-        due = due._replace(weights=(due.weights[0]._replace(each=states.parameters),))
-    for kind, one in {"model_states": due.weights[0], "optim_states": due.states, "residuals": due.errors}.items():
-        found = [path.stat().st_size for path in (tmp_path / "tag").glob("*.pt") if kind in path.name]
-        assert found == ([pytest.approx(one.each, rel=0.01)] * one.ranks if one.each else []), kind
+        expected = expected._replace(weights=(expected.weights[0]._replace(each=states.parameters),))
+    for kind, expected_file in {
+        "model_states": expected.weights[0],
+        "optim_states": expected.states,
+        "residuals": expected.errors,
+    }.items():
+        file_sizes = [path.stat().st_size for path in (tmp_path / "tag").glob("*.pt") if kind in path.name]
+        assert file_sizes == (
+            [pytest.approx(expected_file.each, rel=0.01)] * expected_file.ranks if expected_file.each else []
+        ), kind
 
 
 def saved(name: str, folder: str) -> tuple[int, int]:

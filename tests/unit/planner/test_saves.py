@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How often to save: against published figures, a simulation of failures, and figures by hand."""
+"""Interval between saves, against published figures, a simulation of failures, and figures by hand."""
 
 import math
 import random
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.config.settings import LocoSettings
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from deepspeed_ext.tools.plan.saves import Contents, Family, Saves, Schedule, daly, predict_saves, share_lost, young
+from deepspeed_ext.tools.plan.saves import Family, SaveFiles, Saves, Schedule, daly, predict_saves, share_lost, young
 
 pytestmark = pytest.mark.quick
 
@@ -70,20 +70,20 @@ def test_intervals_are_those_of_dalys_figures(mtbf: float, minutes: float, digit
 )
 def test_a_simulation_of_failures_loses_the_same_and_least(held: float, lasts: float, restart: float) -> None:
     mtbf = 7200.0
-    best = Schedule.of(held, lasts, 1.0, replace(SAVES, mtbf=mtbf, restart=restart))
+    best = Schedule.best(held, lasts, 1.0, replace(SAVES, mtbf=mtbf, restart=restart))
     assert best.seconds == best.steps and best.seconds + held >= lasts
-    found = simulated(best.seconds, held, lasts, mtbf, restart)
-    assert found == pytest.approx(best.lost, rel=0.05)
+    prediction = simulated(best.seconds, held, lasts, mtbf, restart)
+    assert prediction == pytest.approx(best.lost, rel=0.05)
     shorter, longer = (simulated(best.seconds * times, held, lasts, mtbf, restart) for times in (0.6, 1.8))
-    assert found < longer
+    assert prediction < longer
     # Where the next save waits, a shorter interval is none that is possible.
-    assert found < shorter or 0.6 * best.seconds + held < lasts
+    assert prediction < shorter or 0.6 * best.seconds + held < lasts
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_of_files_by_hand(name: str) -> None:
     row = STRATEGIES[name]
-    files = Contents.of(row, [Family(CLUSTER, STATES, ERRORS)])
+    files = SaveFiles.for_strategy(row, [Family(CLUSTER, STATES, ERRORS)])
     writers, states = {"N": (1, 4.8e9), "I": (4, 1.2e9), "G": (8, 0.6e9)}[name[2]]
     weights = {"N": (1, 2e9 + 1.2e9), "I": (writers, 0.3e9), "G": (writers, 0.15e9)}[name[0]]
     assert (files.states, files.errors, *files.weights) == ((writers, states), (8, ERRORS), weights)
@@ -103,11 +103,11 @@ def test_ranks_that_have_all_experts_together_write_them(
 ) -> None:
     sizes = GroupSizes(8, m)
     own = Family(sizes.of_experts(size), ModelStates.of(2 * 10**8))
-    files = Contents.of(STRATEGIES[name], [Family(sizes, STATES), own])
+    files = SaveFiles.for_strategy(STRATEGIES[name], [Family(sizes, STATES), own])
     assert files.weights == ((1, 3.2e9), (size, 0.4e9)) and files.states == (writers, pytest.approx(states))
 
 
-def of(name: str, model: Model = MODEL, sent: Compression = AS_IT_IS, rates: Rates = RATES, **more: Any) -> Any:
+def of(name: str, model: Model = MODEL, sent: Compression = UNCOMPRESSED, rates: Rates = RATES, **more: Any) -> Any:
     """Predict saves of a strategy; ``more``: other saves or sizes."""
     saves, sizes = more.get("saves", SAVES), more.get("sizes", CLUSTER)
     return predict_saves(saves, predict(STRATEGIES[name], sizes, model, rates, sent), sizes, model, rates, sent)
@@ -116,13 +116,13 @@ def of(name: str, model: Model = MODEL, sent: Compression = AS_IT_IS, rates: Rat
 def test_seconds_of_a_save_by_hand() -> None:
     """NIG: 0.6 GB of states for each of 8 ranks, 7/8 of them from others, and 3.2 GB of weights on the first."""
     crossing = 0.6 * 3 / 8 / 10 + 0.6 * 4 / 8 / 1
-    found = of("NIG").saves
-    assert (found.of_first_rank, found.total) == pytest.approx((3.8e9, 3.2e9 + 4.8e9))
+    prediction = of("NIG").saves
+    assert (prediction.of_first_rank, prediction.total) == pytest.approx((3.8e9, 3.2e9 + 4.8e9))
     first_node = 3.2 + 4 * 0.6
-    assert found.synchronous.held == pytest.approx(crossing + 3.8 / 4 + first_node / 2)
-    assert found.synchronous.lasts == found.synchronous.held
-    assert found.asynchronous.held == pytest.approx(3.2 / 4)
-    assert found.asynchronous.lasts == pytest.approx(3.8 / 4 + first_node / 2)
+    assert prediction.synchronous.held == pytest.approx(crossing + 3.8 / 4 + first_node / 2)
+    assert prediction.synchronous.lasts == prediction.synchronous.held
+    assert prediction.asynchronous.held == pytest.approx(3.2 / 4)
+    assert prediction.asynchronous.lasts == pytest.approx(3.8 / 4 + first_node / 2)
     # All write 8 GB, which a storage of 1 GB/s takes longer for.
     shared = of("NIG", saves=replace(SAVES, shared=1e9)).saves
     assert shared.synchronous.held == pytest.approx(crossing + 3.8 / 4 + 8.0)
@@ -134,7 +134,7 @@ def test_seconds_of_a_save_by_hand() -> None:
     assert of("NII").saves.synchronous.held == pytest.approx(1.2 * 3 / 4 / 10 + 4.4 / 4 + (3.2 + 4.8) / 2)
     assert of("NNN").saves.synchronous.held == pytest.approx(8.0 / 4 + 8.0 / 2)
     plain = predict_saves(SAVES, predict_plain_stage("NGG", CLUSTER, MODEL, RATES), CLUSTER, MODEL, RATES).saves
-    assert plain.synchronous.held == pytest.approx(found.synchronous.held - crossing)
+    assert plain.synchronous.held == pytest.approx(prediction.synchronous.held - crossing)
     sharded = of("IIG").saves
     assert sharded.synchronous.held == pytest.approx(0.9 / 4 + 4 * 0.9 / 2)
     assert sharded.asynchronous.held == pytest.approx(0.3 / 4)
@@ -152,13 +152,17 @@ def test_a_step_waits_for_copies_that_it_cannot_hide() -> None:
 
 
 def test_the_interval_is_in_whole_steps() -> None:
-    found = of("NIG").saves
+    prediction = of("NIG").saves
     step = of("NIG").total_seconds
-    for one in (found.synchronous, found.asynchronous):
-        wanted = daly(one.held, SAVES.mtbf)
-        assert one.steps == round(wanted / step) > 5 and one.seconds == one.steps * step
-        assert one.young_seconds == young(one.held, SAVES.mtbf)
-        assert one.lost == share_lost(one.seconds, one.held, one.lasts, SAVES.mtbf, 120.0)
+    for kind_schedule in (prediction.synchronous, prediction.asynchronous):
+        expected = daly(kind_schedule.held, SAVES.mtbf)
+        assert (
+            kind_schedule.steps == round(expected / step) > 5 and kind_schedule.seconds == kind_schedule.steps * step
+        )
+        assert kind_schedule.young_seconds == young(kind_schedule.held, SAVES.mtbf)
+        assert kind_schedule.lost == share_lost(
+            kind_schedule.seconds, kind_schedule.held, kind_schedule.lasts, SAVES.mtbf, 120.0
+        )
     slow = of("NIG", saves=replace(SAVES, disk=2e6)).saves  # 2800 s a save
     assert slow.asynchronous.steps == math.ceil((slow.asynchronous.lasts - slow.asynchronous.held) / step)
     rare = of("NIG", replace(MODEL, compute=1e6)).saves
@@ -189,4 +193,4 @@ def test_figures_out_of_bounds_are_refused(figure: str, value: float, message: s
     with pytest.raises(ValueError, match=message):
         replace(SAVES, **{figure: value})
     with pytest.raises(ValueError, match="needs the seconds of a step, which are predicted as 0"):
-        Schedule.of(1.0, 1.0, 0.0, SAVES)
+        Schedule.best(1.0, 1.0, 0.0, SAVES)

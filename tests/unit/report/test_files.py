@@ -19,7 +19,7 @@ import torch
 from deepspeed.utils import logger
 
 from deepspeed_ext.tools import clocks
-from deepspeed_ext.tools.report.contents import _origin, write
+from deepspeed_ext.tools.report.contents import _origin, write_report
 from deepspeed_ext.tools.report.page import chrome_trace, render
 from tests.harness import reports
 
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.quick
 
 def complete(trace: dict[str, Any]) -> dict[tuple[int, str], list[dict[str, Any]]]:
     """Return complete events by process and name of their thread, in order."""
-    threads, found = names(trace, "thread_name"), defaultdict(list)
+    threads, spans = names(trace, "thread_name"), defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            found[event["pid"], threads[event["pid"], event["tid"]]].append(event)
-    return found
+            spans[event["pid"], threads[event["pid"], event["tid"]]].append(event)
+    return spans
 
 
 def names(trace: dict[str, Any], kind: str) -> dict[tuple[int, int], str]:
@@ -47,18 +47,18 @@ def test_each_span_is_an_event_with_its_figures() -> None:
         (1, 0): "rank 0 on node0, slowest, step 12",
         (2, 0): "rank 3 on node1, fastest, step 12",
     }
-    found, expected = [], []
+    spans, expected = [], []
     for (pid, thread), events in complete(trace).items():
         lane = thread.split(" (")[0].removesuffix(" groups")
         for e in events:
             times = (round(time, 2) for time in (e["ts"], e["ts"] + e["dur"]))
-            found.append((pid, lane, *times, e["name"], e["cat"], e["args"].get("bytes"), e["args"].get("module")))
+            spans.append((pid, lane, *times, e["name"], e["cat"], e["args"].get("bytes"), e["args"].get("module")))
     for pid, timeline in enumerate(report["timelines"], 1):
         for name, (begin, end, *rest) in (
             (lane["lane"], span) for lane in timeline["lanes"] for span in lane["spans"]
         ):
             expected.append((pid, name, round(begin * 1e6, 2), round(end * 1e6, 2), *rest))
-    assert sorted(found, key=repr) == sorted(expected, key=repr)
+    assert sorted(spans, key=repr) == sorted(expected, key=repr)
 
 
 def test_events_of_a_thread_nest_and_of_a_link_do_not_overlap() -> None:
@@ -82,18 +82,18 @@ def test_spans_that_overlap_without_nesting_get_another_thread() -> None:
     spans = [[0.0, 2.0, "a", "forward", None, None], [1.0, 3.0, "b", "wait", None, None]]
     report["timelines"] = [report["timelines"][0] | {"lanes": [{"lane": "training", "spans": spans}]}]
     threads = complete(chrome_trace(report))
-    found = {thread: [e["name"] for e in events] for (_, thread), events in threads.items()}
-    assert found == {"training": ["a"], "training (2)": ["b"]}
+    spans = {thread: [e["name"] for e in events] for (_, thread), events in threads.items()}
+    assert spans == {"training": ["a"], "training (2)": ["b"]}
     assert chrome_trace(reports.empty())["traceEvents"] == []
 
 
 def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(reports.report(), tmp_path)
+    write_report(reports.report(), tmp_path)
     before = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert before.keys() == {"report.html", "report.json", "trace.json"}
     (tmp_path / ".trace.json.part").mkdir()  # which is written after the figures
     with mock.patch.object(logger, "propagate", True):
-        write(reports.report("IIG"), tmp_path)
+        write_report(reports.report("IIG"), tmp_path)
     (tmp_path / ".trace.json.part").rmdir()
     assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == before
     assert "the report could not be written" in caplog.text
@@ -156,15 +156,22 @@ def test_the_page_carries_the_report_and_loads_nothing(name: str) -> None:
     assert not set(data) & set("<>&")  # whatever a parser would make of them
     assert parsed.texts["h1"] == [report["training"]["called"]]
     assert report["paragraph"] in parsed.texts["p"]
-    loads = [value for _, one in parsed.tags for name, value in one.items() if name in LOADS]
+    loads = [value for _, tag_attributes in parsed.tags for name, value in tag_attributes.items() if name in LOADS]
     assert loads == ["data:,"]  # the icon, which browsers ask a server for otherwise
     assert not re.search(r"https?://|@import|url\(", style + script)
-    policy = next(one["content"] or "" for _, one in parsed.tags if "http-equiv" in one)
+    policy = next(
+        tag_attributes["content"] or "" for _, tag_attributes in parsed.tags if "http-equiv" in tag_attributes
+    )
     assert "default-src 'none'" in policy
     for kind, text in (("style-src", style), ("script-src", script)):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}';" in policy
-    assert not [name for _, one in parsed.tags for name in one if name == "style" or name.startswith("on")]
+    assert not [
+        name
+        for _, tag_attributes in parsed.tags
+        for name in tag_attributes
+        if name == "style" or name.startswith("on")
+    ]
 
 
 def test_names_are_no_markup_and_infinities_are_left_out() -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a browser draws of a report: all sections with data, within the window, without an error; keys and pointer."""
+"""Report in a browser: all sections with data, within the window, without an error; keys and pointer."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ LOOK = """(window, document) => {
   at("pointerdown", 300, 50); at("pointermove", 200, 50); at("pointerup", 200, 50); range();
   key("0");
   at("pointermove", 2, 62); found.said.push(shown("#tip:not([hidden])"));
-  document.querySelector("[aria-label='Show the keys of NIG + LoCo']")?.click();
+  document.querySelector("[aria-label='Show the keys of N-I-G + LoCo']")?.click();
   found.said.push(shown("#setting code"));
   return found;
 }"""
@@ -59,7 +59,7 @@ LOOK = """(window, document) => {
 @pytest.fixture(scope="module")
 def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[str]]:
     """One start of the browser for all tests."""
-    made = {
+    reports_by_page = {
         ("NIG", WIDE): reports.report(),
         ("IIG", WIDE): reports.report("IIG"),
         ("IIG", NARROW): reports.report("IIG"),
@@ -69,19 +69,19 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], li
         ("hostile", WIDE): reports.hostile(),
         ("hostile", NARROW): reports.hostile(),
     }
-    pages = {f"{name}-{width}": (render(one), width) for (name, width), one in made.items()}
+    pages = {f"{name}-{width}": (render(one), width) for (name, width), one in reports_by_page.items()}
     return browser.look_at(pages, LOOK, tmp_path_factory.mktemp("browser"))
 
 
 def test_every_page_is_drawn_within_its_window(looked: tuple[dict[str, Any], list[str]]) -> None:
     """Without an error; and names of a report run nothing."""
-    found, logged = looked
+    drawn_pages, logged = looked
     assert not logged
-    for name, one in found.items():
+    for name, one in drawn_pages.items():
         drawn = {"large": "4", "empty": "0"}.get(name.split("-")[0], "2")
         assert "error" not in one and (one["drawn"], one["overflow"]) == (drawn, 0), (name, one)
-    page = found["hostile-1280"]
-    assert page["title"].startswith("Where a step goes: </script>")
+    page = drawn_pages["hostile-1280"]
+    assert page["title"].startswith("Time of a step: </script>")
     assert page["images"] == 0 and page["scripts"] == 2
 
 
@@ -107,7 +107,8 @@ def test_figures_are_drawn_at_their_size(looked: tuple[dict[str, Any], list[str]
     assert sum(predicted) < sum(measured)
     assert page["spans"] == [sum(len(lane["spans"]) for lane in one["lanes"]) for one in report["timelines"]]
     assert all(colors > 8 for colors in page["colors"])
-    assert page["now"] == "IIG" and page["setting"] == '{"zero_optimization": {"paro_strategy": "NIG"}}'
+    assert page["now"] == "I-I-G"
+    assert page["setting"] == '{"zero_optimization": {"stage": 2, "paro_strategy": "NIG"}}'
     assert page["findings"] == report["findings"][1:]  # the verdict has the first one
     assert looked[0]["NIG-1280"]["setting"] is None  # nothing without loss is faster
     # Of thousands of ranks the slowest are listed.
@@ -118,12 +119,12 @@ def test_figures_are_drawn_at_their_size(looked: tuple[dict[str, Any], list[str]
 
 def test_timelines_zoom_move_and_tell(looked: tuple[dict[str, Any], list[str]]) -> None:
     page = looked[0]["NIG-1280"]
-    whole, key, reset, button, dragged = page["range"]
-    assert whole == reset == "0.000 to 0.500 s"
+    full_range, key, reset, button, dragged = page["range"]
+    assert full_range == reset == "0.000 to 0.500 s"
     assert key == "0.083 to 0.417 s"  # 1.5 times around the middle
     assert button == "0.125 to 0.375 s"
     begin, end = (float(number) for number in dragged.split()[::2])  # to the left by 100 pixels: later
     assert 0.125 < begin < 0.2 and end - begin == pytest.approx(0.25, abs=0.002)
     pointed, loco = page["said"]
     assert pointed.startswith("forward") and "blocks.0" in pointed
-    assert loco == '{"zero_optimization": {"paro_strategy": "NIG", "zeropp_loco_param": {}}}'
+    assert loco == '{"zero_optimization": {"stage": 2, "paro_strategy": "NIG", "zeropp_loco_param": {}}}'

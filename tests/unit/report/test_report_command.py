@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What asks for a report: the command, which runs a script as it would run without, the key, and the variable."""
+"""Requests for a report: the command, which runs a script unchanged, the key, and the environment variable."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.config.implied import imply_stage_of_raw
+from deepspeed_ext.config.implied import imply_stage_in_section
 from deepspeed_ext.config.section import ParoZeroConfig, parse_section
 from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 from deepspeed_ext.tools.main import main
@@ -38,7 +38,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Non
 def test_a_script_gets_its_arguments_and_the_variable(
     report: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It also imports the modules beside it."""
+    """It also imports modules from its own folder."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     report("--steps", "2", "--no-probe", "--", "script.py", "--steps", "5", before=("--local_rank=1",))
@@ -56,7 +56,7 @@ def test_a_script_gets_its_arguments_and_the_variable(
     "arguments, said",
     [
         ((), "report runs a script, as in: torchrun ... -m deepspeed_ext report -- script.py --its-arguments; got"),
-        (("--", "none.py"), "got 'none.py', which is no file."),
+        (("--", "none.py"), "got 'none.py', which is not a file."),
         (("--after", "1", "--", __file__), "report.after must be an integer of at least 2 (optimizer steps), got 1"),
     ],
 )
@@ -71,13 +71,13 @@ def test_what_cannot_run_is_refused(
 def test_the_key_changes_nothing_else() -> None:
     parsed = parse_section({"stage": 3, "paro_report": {"steps": 2}})
     assert isinstance(parsed, ParoZeroConfig) and parsed.named_strategy is None  # a plain stage stays plain
-    assert ReportSettings.asked_for(parsed) == ReportSettings(steps=2)
-    imply_stage_of_raw(without := {"paro_report": {}})
+    assert ReportSettings.from_environment_or_config(parsed) == ReportSettings(steps=2)
+    imply_stage_in_section(without := {"paro_report": {}})
     assert without == {"paro_report": {}}  # it implies no stage
     parsed = parse_section({"paro_strategy": "NIG", "paro_report": {}})
     assert isinstance(parsed, ParoZeroConfig) and parsed.stage == 2
-    assert ReportSettings.asked_for(parsed) == ReportSettings()
-    assert ReportSettings.asked_for(parse_section({"paro_strategy": "NIG"})) is None
+    assert ReportSettings.from_environment_or_config(parsed) == ReportSettings()
+    assert ReportSettings.from_environment_or_config(parse_section({"paro_strategy": "NIG"})) is None
     with pytest.raises(ValueError, match=r"paro_group_size is set \(2\) without zero_optimization.paro_strategy"):
         parse_section({"stage": 2, "paro_report": {}, "paro_group_size": 2})
 
@@ -85,7 +85,7 @@ def test_the_key_changes_nothing_else() -> None:
 def test_the_variable_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ReportSettings(folder="elsewhere", after=3, steps=1, probe=False)
     monkeypatch.setenv(REPORT_VARIABLE, settings.as_variable())
-    assert ReportSettings.asked_for(object()) == settings
+    assert ReportSettings.from_environment_or_config(object()) == settings
     monkeypatch.setenv(REPORT_VARIABLE, "yes")
     with pytest.raises(ValueError, match=f"{REPORT_VARIABLE} must be a dictionary in JSON"):
-        ReportSettings.asked_for(object())
+        ReportSettings.from_environment_or_config(object())

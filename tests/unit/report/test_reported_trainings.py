@@ -26,7 +26,7 @@ from tests.harness.training import Job, placed, train
 
 
 def training(folder: str, name: str) -> list[str]:
-    """Return what is wrong on this rank with a training that is reported on, and on rank 0 with the report."""
+    """Return the errors of a recorded training on this rank, and on rank 0 those of the report."""
     from tests.harness import reported
 
     wrong = reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED)
@@ -82,10 +82,10 @@ def without_section(folder: str) -> None:
 
 def test_a_training_without_a_section_is_reported_on(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(without_section, str(tmp_path))
-    found = {name: json.loads((tmp_path / name / "report.json").read_text()) for name in ("none", "true")}
-    called = {name: report["training"]["called"] for name, report in found.items()}
+    reports_by_probe = {name: json.loads((tmp_path / name / "report.json").read_text()) for name in ("none", "true")}
+    called = {name: report["training"]["called"] for name, report in reports_by_probe.items()}
     assert called == {"none": "training without ZeRO", "true": "ZeRO-1"}
-    assert all(report["choices"] for report in found.values())
+    assert all(report["choices"] for report in reports_by_probe.values())
 
 
 def with_slow_hooks(folder: str) -> float:
@@ -112,8 +112,8 @@ def with_slow_hooks(folder: str) -> float:
 def test_hooks_of_modules_are_not_compute(ranks: Any, tmp_path: Path) -> None:
     (slept,) = ranks(1).run(with_slow_hooks, str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
-    found = {row["part"]: row["seconds"] for row in report["parts"]}
-    assert found["other"] > slept > 0.1 and found["compute"] < slept / 2
+    reports_by_probe = {row["part"]: row["seconds"] for row in report["parts"]}
+    assert reports_by_probe["other"] > slept > 0.1 and reports_by_probe["compute"] < slept / 2
 
 
 def apart(folder: str) -> None:
@@ -127,7 +127,7 @@ def test_groups_that_train_apart_are_reported_on_together(ranks: Any, tmp_path: 
     ranks(4).run(apart, str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert [report["training"][key] for key in ("ranks", "groups", "group_size")] == [4, 2, 2]
-    assert any(one["bytes_between"] for one in report["choices"])
+    assert any(choice["bytes_between"] for choice in report["choices"])
     assert {row["hop"]: bool(row["bytes"]) for row in report["hops"]} == {"within": True, "between": True}
 
 
@@ -157,7 +157,7 @@ def test_a_pipeline_is_reported_on(ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["IIG", *deep("NIG")])
 def test_a_device_with_streams_is_reported_on(ranks: Any, tmp_path: Path, name: str) -> None:
-    """Recording leaves out no wait, and waits of streams are seen."""
+    """All waits are recorded, including waits of streams."""
     for findings, _, pairs in ranks(4).run(stream_cases.watch_case, name, "reported", str(tmp_path)):
         assert not findings and pairs
     report = json.loads((tmp_path / name / "report.json").read_text())

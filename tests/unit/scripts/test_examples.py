@@ -13,11 +13,11 @@ from tests.harness.package_versions import since
 
 # What rank 0 logs, what losses begin with, and the packages that they need.
 EXAMPLES = {
-    "own_script.py": (["NIG (p=N, g=I, os=G; stage 2)"], 1.0, ()),
-    "muon.py": (["NIG (p=N, g=I, os=G; stage 2)"], 1.0, ()),
+    "own_script.py": (["N-I-G (p=N, g=I, os=G; stage 2)"], 1.0, ()),
+    "muon.py": (["N-I-G (p=N, g=I, os=G; stage 2)"], 1.0, ()),
     "lora.py": (["ING (p=I, g=N, os=G; stage 3)"], 5.5, ("transformers", "peft")),  # 5.5: one of 256 tokens
-    "moe_layers.py": (["NIG (p=N, g=I, os=G; stage 2)", "experts of ep_size_2 over 2 in 2 group(s) of 1"], 1.0, ()),
-    "autoep.py": (["NIG (p=N,", "experts of ep_size_2 over 2 in 2 group(s) of 1"], 5.5, ("transformers",)),
+    "moe_layers.py": (["N-I-G (p=N, g=I, os=G; stage 2)", "experts of ep_size_2 over 2 in 2 group(s) of 1"], 1.0, ()),
+    "autoep.py": (["N-I-G (p=N,", "experts of ep_size_2 over 2 in 2 group(s) of 1"], 5.5, ("transformers",)),
     "packed_experts.py": (["IIG (p=I, g=I,", "MixtralExperts", "2 windows"], 5.5, ("transformers",)),
 }
 SINCE = {"autoep.py": [since(transformers="5.23")], "packed_experts.py": [since(transformers="5.0")]}

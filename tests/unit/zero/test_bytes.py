@@ -14,7 +14,7 @@ from deepspeed.moe.utils import is_moe_param
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import experts, networks, training
@@ -48,7 +48,7 @@ def check(
     cluster: GroupSizes,
     states: ModelStates,
     accumulation: int,
-    sent: Compression = AS_IT_IS,
+    sent: Compression = UNCOMPRESSED,
     exchange: Callable[[Strategy], Volume] = lambda strategy: Volume(),
 ) -> None:
     """Compare each micro-step with the formula: traffic that is due once per step must be sent at the boundary.

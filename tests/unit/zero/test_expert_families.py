@@ -224,7 +224,7 @@ def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path:
         assert "shard the states otherwise" in refused[1], refused
         assert "does not fit the model's experts: of 3 names, 3 are missing, unexpected, or have another" in refused[2]
         assert "shard the states otherwise" in refused[3] and "It cannot be converted either: Deep" in refused[3]
-        assert "mp_rank_00_model_states.pt is missing. The checkpoint was saved with paro_strategy IIG" in refused[4]
+        assert "mp_rank_00_model_states.pt is missing. The checkpoint was saved with paro_strategy I-I-G" in refused[4]
         assert "layer_0_expert_" in refused[5] and "is missing" in refused[5], refused
 
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.overrides import _function, list_overrides
-from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from tests.harness.frozen_models import make_engine
@@ -79,10 +79,10 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     too_large = " GB of model states"
     warnings = [[text for level, text in lines if level == "WARNING" and too_large in text] for lines in answers]
     assert [len(lines) for lines in warnings] == [1, 0, 0, 0], warnings
-    fitting = [row for row in STRATEGIES if kilobytes(row, p, g, os) <= available]
+    fitting = [hyphenate(row) for row in STRATEGIES if kilobytes(row, p, g, os) <= available]
     assert warnings[0][0].removeprefix("[Rank 0] ") == (
-        f"deepspeed_ext: zero_optimization.paro_strategy {name} needs {needed / 1e6:.3g} GB of model states on each "
-        f"rank, which has {available / 1e6:.3g} GB (the model's parameters {p / 1e6:.3g} GB, gradients "
+        f"deepspeed_ext: zero_optimization.paro_strategy {hyphenate(name)} needs {needed / 1e6:.3g} GB of model "
+        f"states on each rank, which has {available / 1e6:.3g} GB (the model's parameters {p / 1e6:.3g} GB, gradients "
         f"{g / 1e6:.3g} GB, and optimizer states {os / 1e6:.3g} GB, over 4 ranks in groups of 2). Strategies that "
         f"fit: {', '.join(fitting) or 'none'}."
     )
@@ -92,9 +92,9 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     "name, group, meaning",
     [
         ("NIG", 2, None),
-        ("NIG", 4, "one group, so NIG is ZeRO-2 here"),
-        ("IIG", 1, "groups of one rank, so IIG is ZeRO-1 here"),
-        ("INI", 4, "one group, so INI is GNG here"),
+        ("NIG", 4, "one group, so N-I-G is ZeRO-2 here"),
+        ("IIG", 1, "groups of one rank, so I-I-G is ZeRO-1 here"),
+        ("INI", 4, "one group, so I-N-I is G-N-G here"),
         ("GNG", 1, "groups of one rank"),
     ],
 )
@@ -105,7 +105,7 @@ def test_one_warning_names_the_strategy_and_groups(ranks: Any, name: str, group:
     assert [len(lines) for lines in answers] == [1, 0, 0, 0], answers
     (level, line), *_ = answers[0]
     assert level == "WARNING"  # levels that DeepSpeed shows
-    summary = f"{name} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
+    summary = f"{hyphenate(name)} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
     assert f"{summary} {4 // group} group(s) of {group}" in line
     assert line.endswith(f": {meaning} (zero_optimization.paro_group_size is {group})" if meaning else f"of {group}")
 
@@ -128,18 +128,18 @@ REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any
         4,
         "frozen moe",
         {**IIG, "stage3_leaf_bytes": 99},
-        "the model has DeepSpeed MoE layers, and experts that are frozen, such as "
+        "the model has DeepSpeed MoE layers, and frozen experts, such as "
         "moe.deepspeed_moe.experts.deepspeed_experts.0.weight, are in no rank's shard. Remove paro_strategy and "
-        "paro_group_size and stage3_leaf_bytes, and set zero_optimization.stage to 1 or 2; strategies with p = N have "
-        "experts whole.",
+        "paro_group_size and stage3_leaf_bytes, and set zero_optimization.stage to 1 or 2; strategies with p = N do "
+        "not shard experts.",
         [("frozen moe", {"stage": 1}), ("moe", IIG)],
     ),
     (
         2,
         "NorMuon",
         NIG,
-        "NorMuon steps whole matrices, and has shards of them. Use DeepSpeed's: set optimizer.type to Muon, or "
-        "pass MuonWithAuxAdam of deepspeed.runtime.zero.muon.muon_optimizer to deepspeed.initialize.",
+        "NorMuon needs whole matrices, but a rank has shards of them. Use DeepSpeed's: set optimizer.type to Muon, "
+        "or pass MuonWithAuxAdam of deepspeed.runtime.zero.muon.muon_optimizer to deepspeed.initialize.",
         [("DeepSpeed's", IIG)],
     ),
     (
@@ -147,14 +147,14 @@ REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any
         "a bias",
         IIG,
         "Muon orthogonalizes matrices, and a parameter group with use_muon true has the parameter bias of shape "
-        "(4,). Give it to a group with use_muon false.",
+        "(4,). Move it to a parameter group with use_muon false.",
         [],
     ),
     (
         2,
         "zero.Init",
         NIG,
-        "it replicates parameters, and deepspeed.zero.Init, under which the model was built, has sharded weight. "
+        "it replicates parameters, but the model was built under deepspeed.zero.Init, which has sharded weight. "
         "Build the model without zero.Init, or set paro_strategy to one with p = I or G.",
         [("zero.Init", IIG)],
     ),
@@ -162,7 +162,7 @@ REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any
         2,
         "mixed dtypes",
         IIG,
-        "ZeRO-3 keeps all trained parameters in one buffer of one dtype, and the optimizer has 0.weight in "
+        "ZeRO-3 keeps all trained parameters in one buffer of one dtype, but the optimizer has 0.weight in "
         "torch.bfloat16 and 1.weight in torch.float32. Convert the model to one dtype, or set paro_strategy to one "
         "with p = N.",
         [("mixed, frozen", IIG), ("mixed dtypes", NIG)],
@@ -176,7 +176,7 @@ def test_models_and_optimizers_are_refused_with_advice(
 ) -> None:
     for error in ranks(n).run_expect_error(unsupported_case, what, zero):
         assert error.type == "ValueError", error
-        prefix = f"zero_optimization.paro_strategy {zero['paro_strategy']} is not supported here: "
+        prefix = f"zero_optimization.paro_strategy {hyphenate(zero['paro_strategy'])} is not supported here: "
         assert error.message == prefix + why
     for other in allowed:
         ranks(n).run(unsupported_case, *other)
@@ -202,7 +202,9 @@ def test_a_compiled_model_is_refused_if_it_is_sharded(ranks: Any) -> None:
     for compiled in ("all of it", "a part"):
         for error in ranks(2).run_expect_error(compiled_case, "IIG", compiled):
             assert error.type == "ValueError", error
-            assert "paro_strategy IIG is not supported here: the model comes from torch.compile" in error.message
+            assert (
+                "paro_strategy I-I-G is not supported here: the model was compiled with torch.compile" in error.message
+            )
             assert error.message.endswith("and call engine.compile() after it.")
     for name, how in (("NIG", "a part"), ("IIG", "afterwards")):
         assert ranks(2).run(compiled_case, name, how) == [True] * 2
@@ -267,7 +269,7 @@ def unsupported_case(feature: str, zero: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["NIG", "IIG"])
 def test_patched_methods_of_the_optimizer_are_refused(ranks: Any, name: str) -> None:
     for error in ranks(1).run_expect_error(replaced_case, name):
-        assert error.type == "ValueError" and f"{name} overrides " in error.message, error.message
+        assert error.type == "ValueError" and f"{hyphenate(name)} overrides " in error.message, error.message
         assert "which other.code has replaced" in error.message and "lora_fp32_gradients" in error.message
 
 

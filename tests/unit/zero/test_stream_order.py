@@ -108,7 +108,7 @@ OF_HOST = {
     "tools/compare/": "for processes",
     "tools/doctor/": _MEASURES,
     "planner/probe.py": _MEASURES,
-    "tools/report/flat.py": _MEASURES,
+    "tools/report/flat_collectives.py": _MEASURES,
     "tools/report/recorder.py": "the wait of the handle's owner; tests/unit/report detects it",
 }
 # By call: why no case can detect its absence.

@@ -117,7 +117,7 @@ function showLegend(rows, rate, chosen) {
       const label = el(
         "span",
         row.name === chosen ? { class: "choice" } : {},
-        `${row.name} ${seconds(row.total_seconds)}`,
+        `${hyphenated(row.name)} ${seconds(row.total_seconds)}`,
       );
       return el("span", { class: "key" }, line(row), label);
     });

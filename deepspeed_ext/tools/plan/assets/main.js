@@ -110,15 +110,15 @@ function settingsOf(values) {
 }
 
 function called({ name, plain }) {
-  return plain ? `plain ${name}` : name === "III" ? "III (HSDP)" : name;
+  return plain ? `plain ${name}` : name === "III" ? "I-I-I (HSDP)" : hyphenated(name);
 }
 
 function verdict(result) {
   const { plain, predictions, fits, choice } = result;
   if (!choice) {
     const least = predictions.reduce((a, b) => (b.total_memory < a.total_memory ? b : a));
-    const needed = bytes(least.total_memory);
-    return `Nothing fits: ${called(least)} needs least, ${needed} on each GPU. Use more GPUs, or offload.`;
+    const needed = `${called(least)} needs the least memory, ${bytes(least.total_memory)} on each GPU`;
+    return `No strategy fits: ${needed}. Use more GPUs, or offload.`;
   }
   const { total_seconds: taken, total_memory: memory } = choice;
   const rival = compared(result);
@@ -177,7 +177,7 @@ function showTable({ plain, predictions, fits, choice }, rows) {
         el(
           "span",
           { class: "whole" },
-          row.name,
+          hyphenated(row.name),
           row === choice ? badge("choice") : null,
           fits(row) ? null : badge("too large"),
         ),

@@ -64,7 +64,7 @@ function partsTable(rows, [measured, predicted], hasPredicted) {
     columns.push(column("Predicted", (row) => scaled(row.predicted, scale)));
     columns.push(column("Difference", (row) => difference(row, scale)));
   }
-  columns.push({ head: "What it is", kind: "words", value: (row) => PARTS[row.part]?.[1] ?? "" });
+  columns.push({ head: "Meaning", kind: "words", value: (row) => PARTS[row.part]?.[1] ?? "" });
   return table("Parts of a step", columns, all, (row) => (row.part === "sum" ? "total" : null));
 }
 

@@ -26,6 +26,11 @@ function el(tag, attributes = {}, ...children) {
   return element;
 }
 
+// The name of a strategy, which may have a suffix, as texts write it: N-I-G for NIG. Other names stay as they are.
+function hyphenated(name) {
+  return name.replace(/^([NIG])([NIG])([NIG])(?![\w-])/, "$1-$2-$3");
+}
+
 function isNumber(value) {
   return typeof value === "number" && Number.isFinite(value);
 }

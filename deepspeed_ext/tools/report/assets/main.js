@@ -50,8 +50,8 @@ function drawFacts(report) {
   ]);
   document.getElementById("group-note").textContent =
     training.groups > 1
-      ? "A group is a node, unless paro_group_size says otherwise."
-      : "There is one group of ranks, so nothing crosses between groups.";
+      ? "A group is a node, unless paro_group_size is set."
+      : "There is one group of ranks, so nothing is sent between groups.";
 }
 
 function ranksWords({ ranks, groups, group_size: size }) {

@@ -31,8 +31,8 @@ function ranksTable(rows, listed) {
   const count = grouped(rows.length);
   const caption =
     listed.length < rows.length
-      ? `The ${LISTED} of ${count} ranks that wait least`
-      : "Ranks, those that wait least first";
+      ? `The ${LISTED} of ${count} ranks with the shortest waits`
+      : "Ranks, the shortest wait first";
   const hosts = new Set(rows.map((row) => row.host));
   const both = (row) => [bar(row.compute / row.step, "compute"), bar(row.waiting / row.step, "wait")];
   return table(

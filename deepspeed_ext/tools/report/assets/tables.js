@@ -156,7 +156,8 @@ function choiceName(row) {
   const mark = row.now ? el("span", { class: "badge" }, "now") : null;
   const unfit = row.fits === false ? el("span", { class: "badge" }, "does not fit") : null;
   const known = keysOf(row.strategy) !== null; // such a name is short
-  return el("span", known ? { class: "whole" } : {}, el("span", { class: "name" }, row.strategy), mark, unfit);
+  const name = el("span", { class: "name" }, hyphenated(row.strategy));
+  return el("span", known ? { class: "whole" } : {}, name, mark, unfit);
 }
 
 // The section of ds_config that makes a strategy run, or null for a name that is not known here.
@@ -165,15 +166,16 @@ function keysOf(name) {
   const stage = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"].indexOf(first);
   const added = { LoCo: { zeropp_loco_param: {} }, updates: { paro_quantized_updates: {} } };
   if ((stage < 0 && !/^[NIG]{3}$/.test(first)) || more.some((one) => !(one in added))) return null;
-  const zero = stage < 0 ? { paro_strategy: first } : { stage };
+  const ofLetters = first[0] !== "N" ? 3 : first[1] !== "N" ? 2 : 1;
+  const zero = stage < 0 ? { stage: ofLetters, paro_strategy: first } : { stage };
   return { zero_optimization: Object.assign(zero, ...more.map((one) => added[one])) };
 }
 
 function keysButton(row) {
   if (!keysOf(row.strategy)) return "";
-  const made = el("button", { type: "button", "aria-label": `Show the keys of ${row.strategy}` }, "Show");
+  const made = el("button", { type: "button", "aria-label": `Show the keys of ${hyphenated(row.strategy)}` }, "Show");
   made.addEventListener("click", () => {
-    showKeys(row.strategy, `The keys of ${row.strategy}, in ds_config:`);
+    showKeys(row.strategy, `The keys of ${hyphenated(row.strategy)}, in ds_config:`);
     document.getElementById("setting").scrollIntoView({ block: "nearest" });
   });
   return made;
@@ -189,7 +191,7 @@ function bestOf(rows) {
 function suggest(best, now) {
   if (!best || best === now || (now && best.step >= (1 - WORTH) * now.step)) return;
   const gain = now ? `, predicted ${seconds(best.step)} instead of ${seconds(now.step)}` : "";
-  showKeys(best.strategy, `To try ${best.strategy}${gain}, set in ds_config:`);
+  showKeys(best.strategy, `To try ${hyphenated(best.strategy)}${gain}, set in ds_config:`);
 }
 
 function showKeys(name, words) {

@@ -18,7 +18,7 @@ AUTO = "auto"  # a value that a framework replaces
 
 
 @dataclass(frozen=True)
-class Turn:
+class RunSpec:
     """One launch of the script under one configuration.
 
     Attributes:
@@ -39,7 +39,7 @@ class Turn:
         return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
 
     @classmethod
-    def decode(cls, text: str) -> "Turn":
+    def decode(cls, text: str) -> "RunSpec":
         """Return the turn for a value of the variable.
 
         Raises:
@@ -53,16 +53,16 @@ class Turn:
                 f"launches, got {text[:40]!r}. Unset it."
             ) from error
 
-    def put_into(self, config: dict[str, Any]) -> None:
+    def replace_keys(self, config: dict[str, Any]) -> None:
         """Replace the top-level keys of a script's configuration in place, so that the script also sees them."""
         config.update({key: value for key, value in (self.config or {}).items() if value != AUTO})
 
 
-def current() -> Turn | None:
+def current_run_spec() -> RunSpec | None:
     """Return the turn of this process; None if the command has not launched it.
 
     Raises:
         ValueError: the variable was not set by the command.
     """
     text = os.environ.get(VARIABLE)
-    return Turn.decode(text) if text else None
+    return RunSpec.decode(text) if text else None

@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import all_reduce
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, as_given
+from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, configured_value
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import Config, Engine
 from deepspeed_ext.leaf.modules import numel_of
@@ -30,10 +30,12 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
     zero = config.zero_config
     model_dtype, _ = engine.get_data_types()
     wire = engine.communication_data_type.itemsize
+    # With None, each parameter counts with its own dtype.
     width = 2 if model_dtype.itemsize == 2 else None
     accumulation = config.gradient_accumulation_steps
     description = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
     elements = sum(map(numel_of, model.parameters()))
+    # ZeRO-3 then keeps all parameters from forward to backward.
     keeps_gathered = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
     return replace(
         description,
@@ -44,7 +46,7 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
         ),
         regathered=not keeps_gathered,
         streams=not get_accelerator().is_synchronized_device(),
-        overlap=as_given(config._param_dict, "overlap_comm"),
+        overlap=configured_value(config._param_dict, "overlap_comm"),
         overlap_updates=getattr(zero, OVERLAP_UPDATES, False),
         host=_host_parameters(config),
     )
@@ -58,15 +60,17 @@ def _host_parameters(config: Config) -> HostParameters | None:
     return HostParameters(zero.offload_param.pin_memory, float(getattr(zero, CACHE_BYTES, 0)))
 
 
-def same_everywhere(model: Model) -> Model:
+def max_over_ranks(model: Model) -> Model:
     """Return the maximum over all ranks, which may hold different models with tensor parallelism."""
     pairs = [(model.states, model.held), *((family.states, family.held) for family in model.experts)]
     all_states = [states for pair in pairs for states in pair if states is not None]
     numbers = [model.largest_layer, model.fetches, model.regathered, model.matrices]
     numbers += [family.matrices for family in model.experts]
-    maxima = reduced([*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX)
+    maxima = reduce_integers(
+        [*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX
+    )
     largest, fetches, regathered, matrices, *state_values = maxima
-    of_experts, state_values = state_values[: len(model.experts)], state_values[len(model.experts) :]
+    expert_volume, state_values = state_values[: len(model.experts)], state_values[len(model.experts) :]
     max_states = [ModelStates(*state_values[start : start + 4]) for start in range(0, len(state_values), 4)]
     return replace(
         model,
@@ -81,31 +85,32 @@ def same_everywhere(model: Model) -> Model:
                 family,
                 states=max_states[2 * number],
                 held=max_states[2 * number + 1],
-                matrices=of_experts[number - 1],
+                matrices=expert_volume[number - 1],
             )
             for number, family in enumerate(model.experts, 1)
         ),
     )
 
 
-def reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
+def reduce_integers(numbers: list[float], op: dist.ReduceOp) -> list[float]:
     """Reduce integers over all ranks, and return the result."""
+    # Integers are exact; float32 would round byte counts, and ranks could choose differently.
     result = all_reduce(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in result.tolist()]
 
 
-def compression_of(config: Config) -> Compression:
+def configured_compression(config: Config) -> Compression:
     """Return the compression that a parsed configuration sets."""
     loco, updates = (getattr(config.zero_config, key, None) for key in (LOCO, QUANTIZED_UPDATES))
     return Compression(loco, updates)
 
 
-def measured_rates(config: Config, topology: Topology, model: Model) -> Rates:
+def measure_rates(config: Config, topology: Topology, model: Model) -> Rates:
     """Measure the links with a model's dtype and collectives. Collective over all ranks; takes some seconds."""
     pinned = None if model.host is None else model.host.pinned
-    return probe.measure(topology, dtype_of(model), config.zero_config.reduce_scatter, pinned)
+    return probe.measure(topology, gradient_dtype(model), config.zero_config.reduce_scatter, pinned)
 
 
-def dtype_of(model: Model) -> torch.dtype:
+def gradient_dtype(model: Model) -> torch.dtype:
     """Return a dtype of a gradient's size."""
     return {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)

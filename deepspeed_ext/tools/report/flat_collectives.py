@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed_ext.deepspeed_types import Config
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import fit
-from deepspeed_ext.tools.plan.recorded import FlatRates
+from deepspeed_ext.tools.plan.recorded_training import FlatRates
 
 
 def measure(config: Config, dtype: torch.dtype) -> FlatRates:
@@ -28,11 +28,12 @@ def measure(config: Config, dtype: torch.dtype) -> FlatRates:
     zero, group = config.zero_config, groups._get_sequence_data_parallel_group()
     ranks = dist.get_world_size(group)
     if ranks == 1:
-        return FlatRates(probe.FREE, probe.FREE, probe.FREE)
+        return FlatRates(probe.NO_COST, probe.NO_COST, probe.NO_COST)
+    # DeepSpeed reduces each part of a bucket to its owner, or all-reduces the bucket.
     owners = zero.reduce_scatter and not zero.use_multi_rank_bucket_allreduce
     kinds = (_gather, _scatter if zero.reduce_scatter else _all_reduce, _reduce_to_owners if owners else _all_reduce)
     runners = (partial(_runner, kind, ranks, group, dtype) for kind in kinds)
-    return FlatRates(*(fit(probe.sampled(ranks, dtype, runner)) for runner in runners))
+    return FlatRates(*(fit(probe.sample_collective(ranks, dtype, runner)) for runner in runners))
 
 
 def _runner(kind: Callable[..., Any], ranks: int, group: Any, dtype: torch.dtype, share: int) -> Callable[[], Any]:

@@ -34,8 +34,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.costs import PLAIN, UPDATE_TOUCHES, Prediction, predict, predict_plain_stage
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
+from deepspeed_ext.planner.costs import PLAIN, UPDATE_TRAFFIC, Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import BITS, GIGA, HopRates, Latencies, Rate, Rates, hop_latency
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes
@@ -87,7 +87,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Described:
+class PlannerInput:
     """The part of a report that only the planner reads.
 
     Attributes:
@@ -117,50 +117,50 @@ class Described:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, with "inf" for infinity, which JSON lacks."""
-        values: dict[str, Any] = _with_text(TypeAdapter(Described).dump_python(self))
+        values: dict[str, Any] = _infinity_as_text(TypeAdapter(PlannerInput).dump_python(self))
         return values
 
 
-def _with_text(value: Any) -> Any:
+def _infinity_as_text(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _with_text(item) for key, item in value.items()}
+        return {key: _infinity_as_text(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_text(item) for item in value]
+        return [_infinity_as_text(item) for item in value]
     return "inf" if value == inf else value
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedTraining:
     """A recorded training; see Note [Prediction from a record].
 
     Attributes:
-        described: the report's part for the planner.
+        planner_input: the report's part for the planner.
         step: seconds of a step.
         update: seconds of the optimizer's step.
         other: seconds of a step that are neither compute, update, nor exposed.
     """
 
-    described: Described
+    planner_input: PlannerInput
     step: float
     update: float
     other: float
 
     @classmethod
-    def read(cls, path: Path) -> "Recorded":
+    def from_file(cls, path: Path) -> "RecordedTraining":
         """Return the training of a ``report.json``.
 
         Raises:
             ValueError: it cannot be read, is no report, or lacks the planner's inputs.
         """
         try:
-            return cls.of(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_report(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ValueError(f"--from {path} cannot be read: {error.strerror}.") from error
         except ValueError as error:
             raise ValueError(f"--from {path}: {error}") from error
 
     @classmethod
-    def of(cls, report: Mapping[str, Any]) -> "Recorded":
+    def from_report(cls, report: Mapping[str, Any]) -> "RecordedTraining":
         """Return the training of a report.
 
         Raises:
@@ -173,32 +173,34 @@ class Recorded:
             raise ValueError("expected the report.json of paro_report, got something else.") from error
         if report.get(KEY) is None:
             raise ValueError(
-                "the report has nothing for the planner: it is of an earlier version, or was made with probe false, "
-                "with an outer optimizer, or of a pipeline. Record again, without these."
+                "the report has no inputs for the planner: it is from an earlier version, or was made with probe "
+                "false, with an outer optimizer, or of a pipeline. Record again, without these."
             )
         try:
             sent = Compression.parse(*(report[KEY]["sent"][name] for name in ("loco", "updates")))
-            described = TypeAdapter(Described).validate_python({**report[KEY], "sent": sent})
+            planner_input = TypeAdapter(PlannerInput).validate_python({**report[KEY], "sent": sent})
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{KEY!r} in the report is of another version ({error}). Record again.") from error
-        return cls(described, step, update, other)
+            raise ValueError(f"{KEY!r} in the report is from another version ({error}). Record again.") from error
+        return cls(planner_input, step, update, other)
 
     @cached_property
-    def predicted(self) -> float:
+    def predicted_seconds(self) -> float:
         """Return the predicted seconds of the recorded step, P + H."""
-        return self._explained + self.unexplained
+        return self._formula_seconds + self.unexplained_seconds
 
     @property
-    def unexplained(self) -> float:
+    def unexplained_seconds(self) -> float:
         """Return H."""
-        return max(0.0, min(self.other, self.step - self._explained))
+        return max(0.0, min(self.other, self.step - self._formula_seconds))
 
     @cached_property
-    def _explained(self) -> float:
-        described = self.described
-        return self.predict(described.name, described.cluster, described.model, described.sent).total_seconds
+    def _formula_seconds(self) -> float:
+        planner_input = self.planner_input
+        return self.predict(
+            planner_input.name, planner_input.cluster, planner_input.model, planner_input.sent
+        ).total_seconds
 
-    def predict(self, name: str, cluster: Cluster, model: Model, sent: Compression = AS_IT_IS) -> Prediction:
+    def predict(self, name: str, cluster: Cluster, model: Model, sent: Compression = UNCOMPRESSED) -> Prediction:
         """Predict a strategy, or a plain stage; see Note [Prediction from a record].
 
         Args:
@@ -214,7 +216,7 @@ class Recorded:
         if name in STRATEGIES:
             return predict(STRATEGIES[name], cluster.sizes, model, rates, sent)
         letters = next(letters for letters, stage in PLAIN.items() if stage == name)
-        flat, probed = self.described.flat, self.described.rates
+        flat, probed = self.planner_input.flat, self.planner_input.rates
         reduction = flat.reduce if letters in ("NNG", "NGG") else flat.scatter
         gather = self._flat_hops(flat.gather, probed.gather, rates.gather, cluster)
         reduce = self._flat_hops(reduction, probed.reduce, rates.reduce, cluster)
@@ -223,31 +225,32 @@ class Recorded:
     @property
     def _memory(self) -> float:
         """Return the memory bytes per second of the recorded update; infinite if it takes no time."""
-        model, placement = self.described.model, STRATEGIES[self.described.strategy].os
-        families = model.families(self.described.cluster.sizes)
+        model, placement = self.planner_input.model, STRATEGIES[self.planner_input.strategy].os
+        families = model.families(self.planner_input.cluster.sizes)
         nbytes = sum((part.held or part.states).optimizer / sizes.shards(placement) for sizes, part in families)
-        return UPDATE_TOUCHES * nbytes / self.update if nbytes and self.update > 0 else inf
+        return UPDATE_TRAFFIC * nbytes / self.update if nbytes and self.update > 0 else inf
 
     def _rates(self, cluster: Cluster) -> Rates:
         """Return the rates of hops within and between groups on a cluster."""
-        rates = self.described.rates
-        if cluster == self.described.cluster:
+        rates = self.planner_input.rates
+        if cluster == self.planner_input.cluster:
             return rates
         return replace(rates, gather=self._hops(rates.gather, cluster), reduce=self._hops(rates.reduce, cluster))
 
     def _hops(self, probed: HopRates, cluster: Cluster) -> HopRates:
-        old, backend = self.described.cluster, self.described.backend
+        old, backend = self.planner_input.cluster, self.planner_input.backend
         if old.sizes.group_size > old.ranks_per_node and None in (cluster.intra_gbps, cluster.inter_gbps):
             raise ValueError("groups span nodes in the report: give both --intra-gbps and --inter-gbps.")
         intra = cluster.intra_gbps or probed.intra.bandwidth * BITS / GIGA
+        # A probed rate is one rank's share of the node's link, which all flows of the node use at once.
         inter = cluster.inter_gbps or probed.inter.bandwidth * old.flows * BITS / GIGA
         members = {"--intra-gbps": (intra, cluster.sizes.group_size), "--inter-gbps": (inter, cluster.sizes.groups)}
         for flag, (rate, ranks) in members.items():
             if rate == inf and ranks > 1:
-                raise ValueError(f"the report has no such link, since it is of fewer ranks: give {flag}.")
-        before, after = (Latencies.of(c.sizes, c.ranks_per_node, backend=backend) for c in (old, cluster))
-        within = _scaled(probed.intra.latency, before.intra, after.intra)
-        between = _scaled(probed.inter.latency, before.inter, after.inter)
+                raise ValueError(f"the report has no such link, because it has too few ranks: give {flag}.")
+        before, after = (Latencies.for_groups(c.sizes, c.ranks_per_node, backend=backend) for c in (old, cluster))
+        within = _scale_latency(probed.intra.latency, before.intra, after.intra)
+        between = _scale_latency(probed.inter.latency, before.inter, after.inter)
         latencies = Latencies(within, between if cluster.latency is None else cluster.latency)
         return Rates.of_links(cluster.sizes, cluster.ranks_per_node, intra, inter, latencies).gather
 
@@ -260,9 +263,12 @@ class Recorded:
             hops: rates of the hops on ``cluster``.
             cluster: the cluster.
         """
-        old, n, k = self.described.cluster, cluster.sizes.ranks, cluster.sizes.groups
-        before, after = (hop_latency(c.sizes.ranks, c.nodes, backend=self.described.backend) for c in (old, cluster))
-        latency = _scaled(flat.latency, before, after) if cluster.latency is None else cluster.latency
+        old, n, k = self.planner_input.cluster, cluster.sizes.ranks, cluster.sizes.groups
+        before, after = (
+            hop_latency(c.sizes.ranks, c.nodes, backend=self.planner_input.backend) for c in (old, cluster)
+        )
+        latency = _scale_latency(flat.latency, before, after) if cluster.latency is None else cluster.latency
+        # With one group, the collective has a single hop.
         if k == 1:
             share = 1.0
             if old.sizes.groups == 1 and probed.intra.bandwidth != inf:
@@ -273,6 +279,6 @@ class Recorded:
         return HopRates(replace(hops.intra, latency=0.0), Rate(latency, link * (k - 1) / (n - 1)))
 
 
-def _scaled(latency: float, before: float, after: float) -> float:
+def _scale_latency(latency: float, before: float, after: float) -> float:
     """Scale a probed latency to another cluster by the ratio of the formula's latencies."""
     return latency * after / before if before else latency or after
