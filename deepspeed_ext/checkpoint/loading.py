@@ -144,7 +144,10 @@ def _load_checked(
         )
         if from_universal:
             universal.load_buffers_and_frozen(engine, check.model_states)
-        with _read_weights_of_tag(engine, check.tag, from_universal), engine.optimizer.writers.use_rank_numbers(engine):
+        with (
+            _read_weights_of_tag(engine, check.tag, from_universal),
+            engine.optimizer.writers.use_rank_numbers(engine),
+        ):
             loaded = _run_load(lambda: load(engine, check.load_dir, check.tag, **options), folder)
         load_errors = errors.reset if residuals is None else residuals.load
         run_on_all_or_raise(load_errors, f"the load of {folder} failed halfway", CheckpointError)

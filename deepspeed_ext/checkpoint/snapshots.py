@@ -244,7 +244,8 @@ class Snapshot:
         )
 
     def exchange(self, channel: HostChannel, pace: Pace) -> None:
-        """Exchange the chunks of ``exchange_later`` after ``complete_copies``. Collective over the channels of all ranks.
+        """Exchange the chunks of ``exchange_later`` after ``complete_copies``. Collective over the channels
+        of all ranks.
 
         Raises:
             ChannelError: a rank died, or did not send its part within the timeout.

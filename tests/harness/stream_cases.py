@@ -307,7 +307,9 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     families = getattr(optimizer, "gradients", {}).values()  # stock's have none
     if families:
         parts += [(optimizer.muon, "apply"), (optimizer.muon, "finish_step")]
-    on_host = [item for item in families if isinstance(item, ShardedGradients) and item.accumulator.device.type == "cpu"]
+    on_host = [
+        item for item in families if isinstance(item, ShardedGradients) and item.accumulator.device.type == "cpu"
+    ]
     on_host = [item for item in on_host if item.rows == 1]
     parts += [(item, name) for item in on_host for name in ("_prepare_accumulator", "_clear_padding")]
     align_rows = redistribution.align_rows

@@ -85,16 +85,16 @@ def run_command(arguments: argparse.Namespace, script: Sequence[str]) -> int:
     # Without this, a signal would end the command and leave its ranks running.
     exit_on_signals()
     reports: list[list[dict[str, Any]]] = [[] for _ in contents]
-    with progress_bar(arguments.rounds * len(contents), "turns", "turn") as progress_bar:
+    with progress_bar(arguments.rounds * len(contents), "turns", "turn") as progress:
         for round_, index in _order(arguments):
             letter = string.ascii_uppercase[index]
-            progress_bar.set_postfix_str(letter)
+            progress.set_postfix_str(letter)
             try:
                 reports[index].append(_take_turn(arguments, script, folder, round_, index, contents[index]))
             except RunFailed as failure:
                 print(f"{failure}\n\n{letter} ({arguments.configs[index]}) failed in round {round_}.", file=sys.stderr)
                 return 1
-            progress_bar.update()
+            progress.update()
     return _conclude(arguments, reports)
 
 

@@ -66,7 +66,8 @@ _OUTER_COLUMNS: Sequence[_Column] = (
     ("busy", 8, _seconds("busy")),
 )
 CHANGES_TRAINING = (
-    "An outer optimizer changes the training, so none of these is chosen automatically: see deepspeed_ext/zero/outer_optimizer.md"
+    "An outer optimizer changes the training, so none of these is chosen automatically: "
+    "see deepspeed_ext/zero/outer_optimizer.md"
 )
 
 

@@ -189,7 +189,10 @@ class UpdateGathers:
         self._transfers = transfers
         self.overlap_updates = overlap_updates
         self._queue = TransferQueue(
-            overlap or overlap_updates, side_streams=True, on_thread=overlap_updates and threads, finish_before_exit=True
+            overlap or overlap_updates,
+            side_streams=True,
+            on_thread=overlap_updates and threads,
+            finish_before_exit=True,
         )
         self._started: list[ActiveTransfer] = []
         self._waited_for: dict[Any, int] = {}  # stream (or None): number of the last window that it has waited for

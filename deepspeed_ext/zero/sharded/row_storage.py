@@ -127,7 +127,9 @@ class HostRows(DeviceRows):
     def update(self, code: Tensor, rows: Tensor, on_received: OnReceived) -> Transfer:
         """Update a window on the device, and copy it to the host."""
         previous = self._on_device(rows)  # overlaps the previous window's communication
-        return self._store_window((yield from self.redistribution.gather_encoded_g_to_i(code, previous)), rows, on_received)
+        return self._store_window(
+            (yield from self.redistribution.gather_encoded_g_to_i(code, previous)), rows, on_received
+        )
 
     def _store_window(self, window: Tensor, rows: Tensor, on_received: OnReceived) -> Tensor:
         self._copy(window, rows)

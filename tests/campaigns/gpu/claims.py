@@ -63,8 +63,8 @@ def verdict_lines(found: Sequence[Verdict]) -> str:
 def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
     """Return the README's sentence on these verdicts, without the full stop."""
     date, counts = about["date"][:10], Counter(item.kind for item in found)
-    other_ranks = [(counts[FAILS], "failed"), (counts[OPEN], "inconclusive")]
-    rest = "".join(f", {count} {outcome}" for count, outcome in other_ranks if count)
+    remaining = [(counts[FAILS], "failed"), (counts[OPEN], "inconclusive")]
+    rest = "".join(f", {count} {outcome}" for count, outcome in remaining if count)
     confirmed = f"{counts[HOLDS]} of {len(found)} claims were confirmed{rest}"
     return f"on a GPU ({about['device']}, {date}) {confirmed}, [details]({TABLE.parent.as_posix()}/README.md)"
 

@@ -4,8 +4,8 @@
 
 Blocks sleep instead of computing, so that two cores do not determine the duration of a step. A turn of an asynchronous
 save consists of undisturbed steps, the save, and steps until it is committed. It stops training for
-``save_checkpoint`` on the last rank, and while later steps wait in ``AsyncSaves.before_step``. Each save is written to the
-real disk, and to an emulated slow one, where a file takes the time of its bytes at a rate. DeepSpeed's saves
+``save_checkpoint`` on the last rank, and while later steps wait in ``AsyncSaves.before_step``. Each save is written to
+the real disk, and to an emulated slow one, where a file takes the time of its bytes at a rate. DeepSpeed's saves
 return while their bytes are in the page cache; ours have flushed them to the disk.
 """
 

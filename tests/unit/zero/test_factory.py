@@ -105,7 +105,9 @@ def test_one_warning_names_the_strategy_and_groups(ranks: Any, name: str, group:
     assert [len(lines) for lines in answers] == [1, 0, 0, 0], answers
     (level, line), *_ = answers[0]
     assert level == "WARNING"  # levels that DeepSpeed shows
-    summary = f"{hyphenate(name)} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
+    summary = (
+        f"{hyphenate(name)} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
+    )
     assert f"{summary} {4 // group} group(s) of {group}" in line
     assert line.endswith(f": {meaning} (zero_optimization.paro_group_size is {group})" if meaning else f"of {group}")
 

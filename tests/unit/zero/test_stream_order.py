@@ -15,8 +15,8 @@ from tests.harness.missing_wait_mutations import sites
 from tests.harness.stream_order import device_with_streams
 from tests.harness.tiers import deep
 
-# By call (see ``missing_wait_mutations.sites``): the strategy and the set of ``stream_cases.OPTIONS`` that detect its absence,
-# and the index of the first training in ``TRAININGS`` that does, if it is not 0.
+# By call (see ``missing_wait_mutations.sites``): the strategy and the set of ``stream_cases.OPTIONS`` that detect
+# its absence, and the index of the first training in ``TRAININGS`` that does, if it is not 0.
 FOUND: dict[str, tuple[Any, ...]] = {
     "comm/transfer_queue.py:StreamEvent.__init__:record": ("IIG", "plain"),
     "comm/transfer_queue.py:StreamEvent.wait:wait_event": ("IIG", "plain"),
