@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.compression import FORMS
+from deepspeed_ext.planner.compression import COMPRESSIONS
 from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.memory import BUCKET, Model
 from deepspeed_ext.planner.rates import GIGA, NETWORK_STEP
@@ -65,7 +65,7 @@ def dense(
 def planned(nodes: int, model: Model, gbps: float) -> tuple[Plan, dict[str, Prediction]]:
     """Return the plan for some nodes, and its predictions by name, those of plain stages included."""
     sizes = GroupSizes(nodes * PER_NODE, PER_NODE)
-    outcome = plan(sizes, model, cluster(gbps).rates(sizes), BUDGET, FORMS)
+    outcome = plan(sizes, model, cluster(gbps).rates(sizes), BUDGET, COMPRESSIONS)
     return outcome, {row.name: row for row in (*outcome.predictions, *outcome.plain)}
 
 
@@ -106,7 +106,7 @@ def relative_to_one_node(model: Model, names: Sequence[str]) -> Table:
 def slow_network(kind: str) -> Table:
     """Return ``relative_to_one_node`` of full training, of LoRA, or of QLoRA."""
     if kind == "full":
-        names = ("ZeRO-3", "ZeRO-2", "ZeRO-1", "NIG", "IIG", "IIG" + FORMS[-1].label)
+        names = ("ZeRO-3", "ZeRO-2", "ZeRO-1", "NIG", "IIG", "IIG" + COMPRESSIONS[-1].label)
         return relative_to_one_node(dense(SIZE), names)
     width = FOUR_BITS if kind == "QLoRA" else 2
     return relative_to_one_node(dense(SIZE, LORA, width=width), ("ZeRO-3", "ZeRO-2", "ING", "NIG"))

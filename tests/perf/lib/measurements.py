@@ -42,7 +42,7 @@ class Measurement:
         methods, rounds, steps: all methods; turns and steps by default.
         probes: whether the planner predicts seconds, with the links' rates.
         short, most: turns with steps that together take less than ``short`` seconds have up to ``most`` steps.
-        rows: of a micro-batch.
+        batch_rows: rows of a micro-batch.
         stock, least: required speed of methods relative to ``stock``, by setting and method.
         slack: bytes that a node may send in a step beyond the formula.
         compared, bounds, loco_bound: quantities that must not differ from the first method's, and the largest allowed
@@ -58,7 +58,7 @@ class Measurement:
     steps: ClassVar[int] = 1
     probes: ClassVar[bool] = False
     short, most = 0.0, 1
-    rows: ClassVar[int] = ROWS
+    batch_rows: ClassVar[int] = ROWS
     stock: ClassVar[str] = "ZeRO-3"
     least: ClassVar[Mapping[str, dict[str, float]]] = {}
     slack: ClassVar[float] = 0.0
@@ -107,7 +107,7 @@ class Measurement:
     def batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step."""
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
-        rows = torch.randn(self.setting.accumulation, 2, self.rows, self.width, generator=generator)
+        rows = torch.randn(self.setting.accumulation, 2, self.batch_rows, self.width, generator=generator)
         return [(inputs, targets) for inputs, targets in rows.to(self.workload.dtype)]
 
     def compare(self) -> dict[str, float]:
@@ -300,7 +300,7 @@ class NetworkMeasurement(Measurement):
     settings = settings.NETWORK
     methods = network.METHODS
     stock = network.METHODS[0]
-    rows = 128
+    batch_rows = 128
     short, most = 1.0, 7
 
 

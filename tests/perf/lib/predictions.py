@@ -79,7 +79,7 @@ def expected() -> Table:
             fetches=EXPECTED_PARAMETERS // FETCHED,
         )
         for line, gbps in zip(lines, EXPECTED_GBPS, strict=True):
-            rates = Rates.of_links(sizes, PER_NODE, 2400, gbps, Latencies.of(sizes, PER_NODE), 1500e9)
+            rates = Rates.of_links(sizes, PER_NODE, 2400, gbps, Latencies.for_groups(sizes, PER_NODE), 1500e9)
             prediction = plan(sizes, model, rates, 64e9)
             seconds = {row.name: row.total_seconds for row in (*prediction.predictions, *prediction.plain)}
             for name in ("NIG", "IIG"):

@@ -89,7 +89,7 @@ def four_bit_case(ours: dict[str, Any], stock: dict[str, Any]) -> tuple[Row, boo
     adapters = torch.cat(trained)
     base = [weights[~adapters].view(torch.int32) for weights in (start, found.weights)]  # some bits are NaN in fp32
     runs = [run._replace(weights=run.weights[adapters]) for run in (expected, found)]
-    return tiny.compared(start[adapters], *runs), torch.equal(*base)
+    return tiny.compare_runs(start[adapters], *runs), torch.equal(*base)
 
 
 @pytest.mark.deep

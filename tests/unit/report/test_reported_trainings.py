@@ -27,10 +27,10 @@ from tests.harness.training import Job, placed, train
 
 def training(folder: str, name: str) -> list[str]:
     """Return the errors of a recorded training on this rank, and on rank 0 those of the report."""
-    from tests.harness import reported
+    from tests.harness import recorded_trainings
 
-    wrong = reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED)
-    return wrong + (reported.faults_of(folder, name) if dist.get_rank() == 0 else [])
+    wrong = recorded_trainings.training_of(folder, recorded_trainings.SECTIONS[name], recorded_trainings.TRAINED)
+    return wrong + (recorded_trainings.faults_of(folder, name) if dist.get_rank() == 0 else [])
 
 
 @pytest.mark.parametrize("name", ["NIG", "ZeRO-3", *deep("IIG", "ZeRO-2")])
