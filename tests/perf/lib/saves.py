@@ -307,7 +307,7 @@ def configure(engine: Any, section: dict[str, Any]) -> None:
 
 def _somewhere_at_work(aside: AsyncSaves) -> bool:
     """Return whether any rank's writer is still running. Collective."""
-    return over_ranks([float(aside._job is not None and not aside._job.over)], dist.ReduceOp.MAX)[0] > 0
+    return over_ranks([float(aside._job is not None and not aside._job.is_done)], dist.ReduceOp.MAX)[0] > 0
 
 
 def _watch(job: Any, ended: list[float]) -> None:
