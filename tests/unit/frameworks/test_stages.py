@@ -26,7 +26,7 @@ pytestmark = needs("transformers", "accelerate")
             "IIG",
             False,
             "zero_optimization.paro_strategy needs zero_optimization.stage with Accelerate, HF Trainer and TRL, which "
-            "have decided for stage 2 already. Set zero_optimization.stage to 3.",
+            "already use stage 2. Set zero_optimization.stage to 3.",
         ),
     ],
 )
