@@ -101,8 +101,8 @@ def test_measured_figures_are_those_of_the_rows() -> None:
 @pytest.mark.parametrize(
     "name, words, file",
     [
-        ("other_number_of_gpus", "cannot be loaded as it is. It is converted into", "checkpoint/converting.py"),
-        ("moe", "look like mixtures of experts are not fetched as one", "leaf/setup.py"),
+        ("other_number_of_gpus", "cannot be loaded without conversion. Converting it to", "checkpoint/conversion.py"),
+        ("moe", "look like mixtures of experts are not fetched as a unit", "leaf/setup.py"),
         ("moe", "which gather parameters together", "zero/sharded/coordinator.py"),
         ("moe", "so I is N for them", "zero/announcement.py"),
         ("frameworks", "has no effect: the engine's optimizer is DeepSpeed's own", "config/section.py"),

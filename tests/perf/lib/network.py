@@ -109,7 +109,9 @@ def plot() -> str:
             f'<rect x="{begin:.1f}" y="{TOP}" width="{end - begin:.1f}" height="{base - TOP}" fill="#fff3bf" '
             'fill-opacity="0.6"/>'
         )
-        parts.append(f'<text x="{(begin + end) / 2:.1f}" y="{TOP + 14}" text-anchor="middle">gain ends</text>')
+        parts.append(
+            f'<text x="{(begin + end) / 2:.1f}" y="{TOP + 14}" text-anchor="middle">gain over baselines ends</text>'
+        )
     ends = _spread([y(list(points.values())[-1]) for points in seconds.values()])
     for (method, points), color, end in zip(seconds.items(), COLORS, ends, strict=True):
         line = " ".join(f"{x(rate):.1f},{y(value):.1f}" for rate, value in points.items())
