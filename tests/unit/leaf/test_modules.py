@@ -199,7 +199,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"stage3_leaf_bytes": True},
         "needs zero_optimization.stage 3, or a paro_strategy with p = I or G, got stage None",
     ),
-    ({"paro_strategy": "NIG", "stage3_leaf_bytes": 10**9}, "needs sharded parameters, but paro_strategy is 'NIG'"),
+    ({"paro_strategy": "NIG", "stage3_leaf_bytes": 10**9}, "needs sharded parameters, but paro_strategy is N-I-G"),
     (
         {"stage": 3, "stage3_leaf_bytes": 5, "stage3_module_granularity_threshold": 7},
         r"stage3_leaf_bytes \(5\) and zero_optimization.stage3_module_granularity_threshold \(7\) both choose",

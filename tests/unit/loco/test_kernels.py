@@ -247,7 +247,7 @@ def test_on_rocm_the_reference_runs_with_one_warning(monkeypatch: pytest.MonkeyP
     for owner, name, value in (
         (torch.version, "hip", "6.4.43482"),
         (ops, "_loaded", False),
-        (ops, "_failed", []),
+        (ops, "_build_errors", []),
         (ops, "_kernels", lambda loaded: for_cpu),
         (ops, "any_rank", lambda condition, group: condition),
     ):

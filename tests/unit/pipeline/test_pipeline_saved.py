@@ -156,7 +156,7 @@ def weights_case(folder: str) -> list[tuple[str, float, float]]:
 
 def test_a_missing_layer_is_named_before_anything_changes(ranks: Any, tmp_path: Path) -> None:
     for message, changed in ranks(4).run(missing_case, str(tmp_path)):
-        assert "layer_03" in message and "is missing, which has layer 3" in message, message
+        assert "layer_03" in message and "is missing; it has the weights of layer 3" in message, message
         assert not changed
 
 

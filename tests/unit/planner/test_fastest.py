@@ -113,7 +113,7 @@ def test_another_run_is_decided_anew_and_all_are_kept(ranks: Any, file: str) -> 
     for (zero, config), (_, lines) in zip(OTHER_RUNS, others, strict=True):
         assert "has no decision for this run: choosing again" in lines[0], (zero, config)
         if "paro_micro_step_seconds" in zero:
-            assert "compute of a micro-step: 0.5 s, as paro_micro_step_seconds says" in lines[-1]
+            assert "compute of a micro-step: 0.5 s, from paro_micro_step_seconds" in lines[-1]
     repeated = entries(file)
     assert len({json.dumps(entry["inputs"], sort_keys=True) for entry in repeated}) == len(runs)
     seconds = [entry["plan"]["micro_step_seconds"] for entry in repeated if entry["inputs"]["paro_micro_step_seconds"]]
@@ -204,7 +204,7 @@ def test_muons_matrices_are_counted(ranks: Any, file: str) -> None:
         flops = 8 * 60**2 * 100 + 28 * 60**3
         assert [updates[name] for name in ("NNN", "NNI", "NNG")] == pytest.approx([flops / 2e12] * 2 + [flops / 4e12])
     decided = ranks(4).run(engine_case, zero, {}, quick)  # with Adam: another run
-    assert "deciding anew" in decided[0][1][0] and "matrices" not in entries(file)[0]["inputs"]
+    assert "choosing again" in decided[0][1][0] and "matrices" not in entries(file)[0]["inputs"]
 
 
 def inference_case(zero: dict[str, Any]) -> str:

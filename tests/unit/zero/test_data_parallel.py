@@ -96,7 +96,7 @@ def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, given: str, zer
         assert error.type == "ValueError", error
         assert error.message.startswith(
             f"zero_optimization.{keys.partition(' ')[0]} cannot be combined with a mesh of data_parallel_size 2 and "
-            f"sequence_parallel_size 2 (or mesh_param){whose}: DeepSpeed takes 2 of the 4 ranks"
+            f"sequence_parallel_size 2 (or mesh_param){whose}: DeepSpeed would use 2 of the 4 ranks"
         ), error.message
         assert error.message.endswith(f"or remove {keys}.")
 

@@ -141,7 +141,7 @@ def test_a_family_without_trained_parameters(ranks: Any, frozen: str) -> None:
 def test_frozen_experts_are_loaded_by_the_ranks_that_have_them(ranks: Any, tmp_path: Path) -> None:
     for lost, refused in ranks(4).run(frozen_load_case, str(tmp_path)):
         assert not lost, lost
-        assert not refused or "has frozen experts of AutoEP, such as model.layers.0.mlp.experts.w1" in refused, refused
+        assert not refused or "has frozen AutoEP experts, such as model.layers.0.mlp.experts.w1" in refused, refused
 
 
 def frozen_load_case(folder: str) -> tuple[list[str], str]:

@@ -163,8 +163,8 @@ def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
 @pytest.mark.parametrize(
     "engine, message",
     [
-        ({"pipeline_parallelism": True}, "stages of a pipeline .* and paro_outer_optimizer lets .* Remove paro_outer"),
-        ({"has_moe_layers": True}, "ranks with the same experts may be in one group alone.* Remove paro_outer"),
+        ({"pipeline_parallelism": True}, "stages of a pipeline .* but with paro_outer_optimizer .* Remove paro_outer"),
+        ({"has_moe_layers": True}, "ranks with the same experts may be in one group.* Remove paro_outer"),
         ({"sequence_parallel_size": 4}, "4 ranks share a sequence, and groups have 2, .* Set .*paro_group_size to a"),
     ],
     ids=str,
