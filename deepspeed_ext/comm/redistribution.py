@@ -24,7 +24,7 @@ from deepspeed_ext.comm.hops import (
 )
 from deepspeed_ext.comm.layout import BucketPlan, RowRange
 from deepspeed_ext.comm.packing import align, align_rows, fill_up, record_on_current_stream
-from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
+from deepspeed_ext.comm.spans import BufferSpan, Contents, ShardSpan, Span
 from deepspeed_ext.strategy import Placement
 
 # A bucket with more than this many pieces per strided copy is packed by strided copies. With fewer, one ``cat`` of all
@@ -145,32 +145,104 @@ class ParameterRedistribution(_Redistribution):
         return all_gather(self.inter.collectives, shard)
 
 
-class _BucketParts(NamedTuple):
-    """Layout of a packed bucket. Its parts are padded to suit the first hop, rows to suit both hops.
+class RowContents(NamedTuple):
+    """Contents of neighboring rows of this rank's part of a bucket: ``times`` rows from ``first`` on.
 
     Attributes:
-        blocks: (offset of the first row, elements from row to row, rows), in the order of the parts.
-        splits: elements for each rank of the group.
-        rows: elements of this rank's part for each group; None if it is not sent between groups.
+        spans: spans of each row, side by side.
+        numels: number of elements of each span.
     """
 
-    blocks: list[tuple[int, int, RowRange]]
-    splits: list[int]
-    rows: list[int] | None
+    first: int
+    times: int
+    spans: list[BufferSpan]
+    numels: list[int]
 
-    @property
-    def pieces(self) -> int:
-        """Number of spans of the bucket that are copied as units."""
-        return sum(rows.times * len(rows.cuts) for *_, rows in self.blocks)
 
-    def row_by_row(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (offset in the packed bucket, offset in the bucket, numel) of each piece, in order."""
-        for start, pitch, rows in self.blocks:
+class _BucketParts:
+    """Layout of a packed bucket, and the order of its pieces. Computed once, because training repeats its buckets.
+
+    Args:
+        blocks: (offset of the first row, elements from row to row, rows), in the order of the parts. Parts are padded
+            to suit the first hop, rows to suit both hops.
+        splits: elements for each rank of the group.
+        rows: elements of this rank's part for each group; None if it is not sent between groups.
+        contents: contents of this rank's part, or of its row.
+    """
+
+    def __init__(
+        self,
+        blocks: list[tuple[int, int, RowRange]],
+        splits: list[int],
+        rows: list[int] | None,
+        contents: Sequence[RowRange],
+    ) -> None:
+        self._blocks, self.splits, self.rows = blocks, splits, rows
+        spans = [(row_range, row_range.spans()) for row_range in contents]
+        self.contents = [RowContents(r.first, r.times, own, [span.numel for _, span in own]) for r, own in spans]
+        pieces = sum(row_range.times * len(row_range.cuts) for *_, row_range in blocks)
+        self._strided = pieces > _PIECES_PER_COPY * sum(len(row_range.cuts) for *_, row_range in blocks)
+        if not self._strided:
+            self._order_pieces()
+
+    def _order_pieces(self) -> None:
+        """Number the pieces in the order of the bucket, then paddings; list these numbers in the packed order."""
+        packed = sorted(self._pieces())
+        by_offset = sorted((offset, numel) for _, offset, numel in packed)
+        numbers = {offset: number for number, (offset, _) in enumerate(by_offset)}
+        self._numels = [numel for _, numel in by_offset]
+        self._paddings, self._order, end = list[int](), list[int](), 0
+        for packed_offset, offset, numel in packed:
+            self._pad(packed_offset - end)
+            self._order.append(numbers[offset])
+            end = packed_offset + numel
+        self._pad(sum(self.splits) - end)
+
+    def _pad(self, numel: int) -> None:
+        if numel > 0:
+            self._order.append(len(self._numels) + len(self._paddings))
+            self._paddings.append(numel)
+
+    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (offset in the packed bucket, offset in the bucket, numel) of each piece."""
+        for start, pitch, rows in self._blocks:
             for row in range(rows.times):
                 packed_offset = start + row * pitch
                 for cut in rows.cuts:
                     yield packed_offset, cut.offset + row * cut.stride, cut.span.numel
                     packed_offset += cut.span.numel
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the packed bucket. ``tensors``: 1D each, the bucket, or one tensor for each of its spans."""
+        if self._strided:
+            return self._pack_by_rows(tensors)
+        # One ``split`` makes all views of a tensor. A ``narrow`` for each took a third of the host's time of a bucket.
+        pieces: list[Tensor] = []
+        for tensor in tensors:
+            first = last = len(pieces)
+            missing = tensor.numel()
+            while missing:
+                missing -= self._numels[last]
+                last += 1
+            pieces += tensor.split(self._numels[first:last]) if last > first else ()
+        if self._paddings:
+            pieces += tensors[0].new_zeros(sum(self._paddings)).split(self._paddings)
+        return torch.cat([pieces[number] for number in self._order])
+
+    def _pack_by_rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Pack a bucket by one strided copy for each cut, over all rows that have it."""
+        starts = [0, *accumulate(tensor.numel() for tensor in tensors)]
+        packed = tensors[0].new_zeros(sum(self.splits))
+        for start, pitch, rows in self._blocks:
+            for cut in rows.cuts:
+                number = bisect_right(starts, cut.offset) - 1
+                source, first = tensors[number], cut.offset - starts[number]
+                shape = rows.times, cut.span.numel
+                packed.as_strided(shape, (pitch, 1), start).copy_(
+                    source.as_strided(shape, (cut.stride, 1), source.storage_offset() + first)
+                )
+                start += cut.span.numel
+        return packed
 
 
 class GradientRedistribution(_Redistribution):
@@ -195,21 +267,7 @@ class GradientRedistribution(_Redistribution):
             plan: from ``plan_bucket``, the same on all ranks.
             target: I or G.
         """
-        parts = self._bucket_parts(plan, target)
-        starts = [0, *accumulate(tensor.numel() for tensor in tensors)]
-        copies = sum(len(rows.cuts) for *_, rows in parts.blocks)
-        if parts.pieces > _PIECES_PER_COPY * copies:
-            return _pack_by_rows(tensors, starts, parts)
-        zero, packed, end = tensors[0].new_zeros(1), list[Tensor](), 0
-        for packed_offset, offset, numel in parts.row_by_row():
-            if packed_offset > end:
-                packed.append(zero.expand(packed_offset - end))
-            number = bisect_right(starts, offset) - 1
-            packed.append(tensors[number].narrow(0, offset - starts[number], numel))
-            end = packed_offset + numel
-        if sum(parts.splits) > end:
-            packed.append(zero.expand(sum(parts.splits) - end))
-        return torch.cat(packed)
+        return self._bucket_parts(plan, target).pack(tensors)
 
     def reduce_bucket(self, packed: Tensor, plan: BucketPlan, target: Placement) -> Transfer:
         """Redistribute the parts of a bucket: N -> I or N -> G.
@@ -220,16 +278,17 @@ class GradientRedistribution(_Redistribution):
             target: I or G.
 
         Returns:
-            1D: the sums of this rank's ``bucket_rows(plan, target)``, followed by padding.
+            1D: the sums of this rank's ``bucket_contents(plan, target)``, followed by padding.
         """
-        _, splits, rows = self._bucket_parts(plan, target)
+        parts = self._bucket_parts(plan, target)
+        splits, rows = parts.splits, parts.rows
         # Listing contents takes host time for each row, so only hops with errors get them.
         needs_contents = rows is not None and self.inter.keeps_errors
         return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if needs_contents else ())
 
-    def bucket_rows(self, plan: BucketPlan, target: Placement) -> Sequence[RowRange]:
+    def bucket_contents(self, plan: BucketPlan, target: Placement) -> Sequence[RowContents]:
         """Return the contents of ``reduce_bucket``'s result on this rank, row by row."""
-        return plan.columns[self.col] if target == Placement.I else plan.row(self.col, self.row)
+        return self._bucket_parts(plan, target).contents
 
     def reduce_cells(self, cells: Tensor, target: Placement, spans: Sequence[Span], buffer: int = 0) -> Transfer:
         """Redistribute buffers that are sharded separately: N -> I or N -> G.
@@ -370,19 +429,5 @@ class GradientRedistribution(_Redistribution):
                 blocks.append((start, padded(rows.numel), rows))
                 start += rows.times * padded(rows.numel)
         own_splits = [padded(split) for split in plan.splits(self.col, self.rows)] if target == Placement.G else None
-        return _BucketParts(blocks, lengths, own_splits)
-
-
-def _pack_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _BucketParts) -> Tensor:
-    """Pack a bucket by one strided copy for each cut, over all rows that have it."""
-    packed = tensors[0].new_zeros(sum(parts.splits))
-    for start, pitch, rows in parts.blocks:
-        for cut in rows.cuts:
-            number = bisect_right(starts, cut.offset) - 1
-            source, first = tensors[number], cut.offset - starts[number]
-            shape = rows.times, cut.span.numel
-            packed.as_strided(shape, (pitch, 1), start).copy_(
-                source.as_strided(shape, (cut.stride, 1), source.storage_offset() + first)
-            )
-            start += cut.span.numel
-    return packed
+        contents = plan.columns[self.col] if target == Placement.I else plan.row(self.col, self.row)
+        return _BucketParts(blocks, lengths, own_splits, contents)

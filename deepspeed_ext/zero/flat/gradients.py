@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import BucketPlan, parts_of, plan_bucket
 from deepspeed_ext.comm.packing import add_to
-from deepspeed_ext.comm.spans import BufferSpan, Span, split_as
+from deepspeed_ext.comm.spans import BufferSpan, Span
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.boundary import Boundary
@@ -180,15 +180,20 @@ class FlatGradients:
 
     def _accumulate(self, plan: BucketPlan, complete: Iterable[int], reduced: Tensor) -> None:
         """Add a reduced bucket, and start to reduce complete windows between groups."""
-        for rows in self._redistribution.bucket_rows(plan, self._bucket_placement):
-            sums, reduced = reduced.tensor_split([rows.times * rows.numel])
-            spans = rows.spans()
-            parts = split_as(sums.view(rows.times, -1), [span for _, span in spans])
-            for (buffer, span), part in zip(spans, parts, strict=True):
-                if self._bucket_placement == Placement.G:
+        totals: list[Tensor] = []
+        parts: list[Tensor] = []
+        for first, times, spans, numels in self._redistribution.bucket_contents(plan, self._bucket_placement):
+            numel = times * sum(numels)
+            sums, reduced = reduced[:numel], reduced[numel:]
+            added = sums.view(times, -1).split(numels, dim=-1)
+            if self._bucket_placement == Placement.G:
+                for (buffer, span), part in zip(spans, added, strict=True):
                     self._add_to_shard(buffer, span, self._mean.multiply(part)[0])
-                else:
-                    span.of(self.slices[buffer][rows.first : rows.first + rows.times]).add_(part)
+            else:
+                totals += [span.of(self.slices[buffer][first : first + times]) for buffer, span in spans]
+                parts += added
+        if totals:
+            torch._foreach_add_(totals, parts)
         self._reduce_between_groups(self._boundary.mark_ready(complete))
 
     def finish(self) -> None:

@@ -68,8 +68,8 @@ def test_bucket_is_copied_once_and_freed_before_second_hop(kind: Any, spread: bo
         )
         del packed
         packed_values = result(move)
-    rows = reduction.bucket_rows(plan, Placement.G)
-    values = [value for row in rows for _, span in row.spans() for value in span.of(expected[1, 1]).tolist()]
+    contents = reduction.bucket_contents(plan, Placement.G)
+    values = [value for row in contents for _, span in row.spans for value in span.of(expected[1, 1]).tolist()]
     assert values == packed_values[: len(values)]
     first = next((number for number, name in enumerate(alive) if not name), len(alive))
     assert alive[0] and not alive[-1] and not any(alive[first:])
