@@ -335,7 +335,15 @@ class MemorySave:
 
     def publish(self, tag: str) -> None:
         """Publish this rank's files by a rename."""
-        save = Identity(self._number, tag, self._step, self._time, self._latest, self._model, self._count)
+        save = Identity(
+            number=self._number,
+            tag=tag,
+            step=self._step,
+            time=self._time,
+            latest=self._latest,
+            model=self._model,
+            files=self._count,
+        )
         self._folder.publish(self._staging, Part(save, f"{self._number}-{self._rank}", self._files))
         self.published = True
 

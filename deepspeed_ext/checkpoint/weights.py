@@ -188,7 +188,9 @@ def _weight(path: str, name: str, sources: tuple[Any, ...], group: ProcessGroup 
     shape = first if group is None else (ranks * first[0], *first[1:])
     dtype = sources[0].ds_tensor.dtype if is_partitioned(sources[0]) else sources[0].dtype
     owners = () if group is None else tuple(range(ranks))
-    return Weight(_join_path(path, name), shape, dtype, path, sources, group, owners)
+    return Weight(
+        name=_join_path(path, name), shape=shape, dtype=dtype, unit=path, sources=sources, group=group, owners=owners
+    )
 
 
 def _join_path(*parts: str) -> str:

@@ -167,7 +167,16 @@ def plan(
         if compression.allows(row)
     ]
     choices = [_best_within(budget, rows_by_overlap) for rows_by_overlap in (predictions, overlapped)]
-    return Plan(sizes, model, rates, budget, tuple(predictions), choices[0], plain, choices[1])
+    return Plan(
+        sizes=sizes,
+        model=model,
+        rates=rates,
+        budget=budget,
+        predictions=tuple(predictions),
+        choice=choices[0],
+        plain=plain,
+        overlapped=choices[1],
+    )
 
 
 def _best_within(budget: float | None, rows: Sequence[Prediction]) -> Prediction | None:

@@ -160,7 +160,14 @@ def _orthogonalize_seconds(config: Config, model: nn.Module) -> float:
 def _measured_plan(config: Config, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
     rates = measure_rates(config, topology, model)
     names = {row.name for row in allowed}
-    return plan(topology.sizes, model, rates, budget, [configured_compression(config)], lambda row: row.name in names)
+    return plan(
+        topology.sizes,
+        model,
+        rates,
+        budget,
+        compressions=[configured_compression(config)],
+        allowed=lambda row: row.name in names,
+    )
 
 
 def _memory_budget(config: Config, model: nn.Module) -> float:

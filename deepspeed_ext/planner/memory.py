@@ -63,7 +63,7 @@ class Copies:
 
     def __add__(self, other: "Copies") -> "Copies":
         use, up, down, cached, windows, in_step = map(operator.add, astuple(self), astuple(other))
-        return Copies(use, up, down, cached, windows, bool(in_step))
+        return Copies(use=use, up=up, down=down, cached=cached, windows=windows, in_step=bool(in_step))
 
     @classmethod
     def for_strategy(

@@ -221,7 +221,7 @@ def compare(first: ConfigRuns, other: ConfigRuns, bound: float | None = None) ->
         if loss > bound:
             problem = f"the largest relative difference is {loss:.1e}, the bound {bound:g}"
             problem += _own_difference_clause(first, other, bound)
-    return Comparison(first, other, speed, loss, bound, problem)
+    return Comparison(first=first, other=other, speed=speed, loss=loss, bound=bound, problem=problem)
 
 
 def _incomparable_reason(first: ConfigRuns, other: ConfigRuns) -> str:

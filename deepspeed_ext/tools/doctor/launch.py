@@ -167,7 +167,14 @@ def connect(
         RendezvousError: a variable is not set, or a rank did not connect in time.
     """
     host, local_rank = socket.gethostname(), int(environment.get("LOCAL_RANK", "0"))
-    single_rank = Launch(0, local_rank, [host], options, environment, patch_problems)
+    single_rank = Launch(
+        rank=0,
+        local_rank=local_rank,
+        hosts=[host],
+        options=options,
+        environment=environment,
+        patch_problems=patch_problems,
+    )
     if int(environment.get("WORLD_SIZE", "1")) == 1:
         return single_rank
     if missing := [name for name in NEEDED if not environment.get(name)]:

@@ -185,7 +185,7 @@ def run(arguments: argparse.Namespace) -> None:
     budget = None if arguments.memory_gb is None else arguments.memory_gb * GIGA
     # ``offload_param`` needs sharded parameters.
     allowed = lambda row: model.host is None or row.p != Placement.N  # noqa: E731
-    plans = [plan(sizes, model, rates, budget, [form], allowed) for form in COMPRESSIONS]
+    plans = [plan(sizes, model, rates, budget, compressions=[form], allowed=allowed) for form in COMPRESSIONS]
     if saves is not None:
         plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, COMPRESSIONS, strict=True)]
     by_name = zip(("exact", "loco", "both"), plans, strict=True)

@@ -157,7 +157,14 @@ def predict_outer(
         seconds=inner.seconds | {BETWEEN: exposed / settings.steps},
         busy=inner.busy | {BETWEEN: parts * seconds / settings.steps},
     )
-    return OuterPrediction(average, outer_bytes, transfer, change_bytes + weight_bytes, exposed, parts * seconds)
+    return OuterPrediction(
+        average=average,
+        held=outer_bytes,
+        transfer=transfer,
+        received=change_bytes + weight_bytes,
+        exposed=exposed,
+        busy=parts * seconds,
+    )
 
 
 def _memory(elements: float, bits: _Bits, sizes: GroupSizes, settings: OuterSettings) -> tuple[float, float, float]:

@@ -239,7 +239,9 @@ class Schedule:
         # T + C >= L: the next save waits until the last save is good.
         steps = max(1, round(daly(held, saves.mtbf) / step), math.ceil((lasts - held) / step))
         lost = share_lost(steps * step, held, lasts, saves.mtbf, saves.restart)
-        return cls(held, lasts, steps, steps * step, young(held, saves.mtbf), lost)
+        return cls(
+            held=held, lasts=lasts, steps=steps, seconds=steps * step, young_seconds=young(held, saves.mtbf), lost=lost
+        )
 
 
 @dataclass(frozen=True)
@@ -337,12 +339,12 @@ def predict_saves(
     overlapped = min(of_states, step - row.seconds[UPDATE])
     blocked = waits + of_states - overlapped
     save_prediction = SavePrediction(
-        of_first,
-        sum(file.total for file in files.all),
-        of_first if saves.asynchronous else 0.0,
-        "asynchronous" if saves.asynchronous else "synchronous",
-        Schedule.best(at_once, at_once, step, saves),
-        Schedule.best(blocked, blocked + overlapped + writing, step, saves),
+        of_first_rank=of_first,
+        total=sum(file.total for file in files.all),
+        pinned=of_first if saves.asynchronous else 0.0,
+        kind="asynchronous" if saves.asynchronous else "synchronous",
+        synchronous=Schedule.best(at_once, at_once, step, saves),
+        asynchronous=Schedule.best(blocked, blocked + overlapped + writing, step, saves),
     )
     fields_of_row = {field.name: getattr(row, field.name) for field in fields(row)}
     return PredictionWithSaves(**fields_of_row | {"host": row.host + save_prediction.pinned}, saves=save_prediction)

@@ -281,7 +281,16 @@ def _planner_input(
     cluster = recorded_training.Cluster(sizes, per_node or sizes.group_size)
     backend = "gloo" if get_accelerator().is_synchronized_device() else "nccl"  # determines how latencies scale
     flat_rates = flat_collectives.measure(engine._config, gradient_dtype(model))
-    return recorded_training.PlannerInput(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
+    return recorded_training.PlannerInput(
+        strategy=now.strategy,
+        plain=now.plain,
+        sent=sent,
+        cluster=cluster,
+        backend=backend,
+        model=model,
+        rates=rates,
+        flat=flat_rates,
+    )
 
 
 def _running_prediction(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:

@@ -148,12 +148,12 @@ class Recorder:
         ends = [(number, seconds(end)) for number, end in self._ends]
         return [
             Step(
-                number,
-                begin,
-                end,
-                _started_within(begin, end, self._phases),
-                _started_within(begin, end, self._waits),
-                _started_within(begin, end, self._communications),
+                number=number,
+                begin=begin,
+                end=end,
+                phases=_started_within(begin, end, self._phases),
+                waits=_started_within(begin, end, self._waits),
+                communications=_started_within(begin, end, self._communications),
             )
             for (_, begin), (number, end) in itertools.pairwise(ends)
         ]
