@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import deepspeed
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from deepspeed_ext.comm import process_groups
@@ -92,6 +94,29 @@ def train(engine: Any, world: FakeWorld, steps: int) -> float:
     return seconds
 
 
+class _OperatorCount(TorchDispatchMode):
+    """Counts torch operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_host_work(engine: Any, world: FakeWorld) -> dict[str, int]:
+    """Return the numbers of torch operators, and of Python and C calls, of a step: host time that is not a clock."""
+    with _OperatorCount() as operators:
+        train(engine, world, 1)
+    events = Counter[str]()
+    sys.setprofile(lambda frame, event, argument: events.update((event,)))
+    try:
+        train(engine, world, 1)
+    finally:
+        sys.setprofile(None)
+    return {"operators": operators.count, "calls": events["call"] + events["c_call"]}
+
+
 def measure_once(method: str, world: FakeWorld, traced: bool, steps: int) -> dict[str, Any]:
     """Make an engine and train; return the counts, with ``traced`` MB instead of seconds."""
     gc.collect()
@@ -108,6 +133,8 @@ def measure_once(method: str, world: FakeWorld, traced: bool, steps: int) -> dic
     for kind in ("intra", "inter", "world"):
         counts[f"messages_{kind}"] = world.messages[kind]
         counts[f"bytes_{kind}"] = world.received[kind]
+    if steps and not traced:
+        counts |= count_host_work(engine, world)
     if traced:
         gc.collect()
         counts["mb"] = tracemalloc.get_traced_memory()[0] / 2**20
@@ -156,7 +183,17 @@ def main() -> None:
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         rows += json.loads(done.stdout.splitlines()[-1])
-    columns = ["ranks", "method", "groups", "messages_creation", "seconds_creation", "seconds_step", "mb"]
+    columns = [
+        "ranks",
+        "method",
+        "groups",
+        "messages_creation",
+        "seconds_creation",
+        "seconds_step",
+        "operators",
+        "calls",
+        "mb",
+    ]
     records.report(rows, args.csv, columns)
 
 
