@@ -88,8 +88,8 @@ class Table(NamedTuple):
         results = self._array(several, {}, salt, more)
         for item in several:
             if item.strategies is not None:
-                other_ranks = [other for other in several if other is not item]
-                results += self._array(other_ranks, item.together, salt, {"strength": 1})
+                alternatives = [other for other in several if other is not item]
+                results += self._array(alternatives, item.together, salt, {"strength": 1})
         return results
 
     def _array(

@@ -269,7 +269,7 @@ def gather_by_hand(order: Order, name: str) -> float:
     """
     engine, model = training.make_engine(Job(sizes=networks.SQUARE, empty=False, zero=SMALL), placed(name))
     ahead, used = get_accelerator().Stream(), get_accelerator().current_stream()
-    params, other_ranks = list(model.layers[0].parameters()), list(model.layers[1].parameters())
+    params, second_layer = list(model.layers[0].parameters()), list(model.layers[1].parameters())
     with order.watch():
         ahead.wait_stream(used)
         with get_accelerator().stream(ahead):
@@ -279,13 +279,13 @@ def gather_by_hand(order: Order, name: str) -> float:
         with get_accelerator().stream(ahead):
             handle.wait()
             torch.zeros(10)
-            handle = other_ranks[0].all_gather_coalesced(other_ranks)
+            handle = second_layer[0].all_gather_coalesced(second_layer)
         handle.wait()
         with get_accelerator().stream(ahead):
             torch.zeros(10)
         used.wait_stream(ahead)
-        full = sum(param.abs().sum() for param in params + other_ranks)
-        params[0].partition(param_list=params + other_ranks)
+        full = sum(param.abs().sum() for param in params + second_layer)
+        params[0].partition(param_list=params + second_layer)
         torch.zeros(10)
     engine.destroy()
     return float(full)

@@ -290,11 +290,11 @@ def devices(compare: Comparison, draw: Drawing, amount: float) -> None:
         "lossless_pack": ((now, before, tiles, row), ()),
         "lossless_apply": ((row, now), ()),
     }
-    for device, (name, (tensors, other_ranks)) in itertools.product((-1, 0, 2), cases.items()):
+    for device, (name, (tensors, scalars)) in itertools.product((-1, 0, 2), cases.items()):
         for number, tensor in enumerate(tensors):
             with compare.emulator.placed(tensor, device):
                 compare.check(
-                    _refused(compare, name, (*tensors, *other_ranks)),
+                    _refused(compare, name, (*tensors, *scalars)),
                     f"{name}: argument {number} on {device} is taken",
                 )
     compare.check(compare.emulator.current_device() == 0, "another device is the current one afterwards")

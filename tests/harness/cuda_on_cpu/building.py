@@ -104,8 +104,8 @@ def program(sources: Path, folder: Path) -> Path:
 
 def _built(sources: Path, folder: Path, name: str, files: Sequence[str], flags: Sequence[str]) -> Path:
     texts = {file: rewritten(file, (sources / file).read_text(encoding="utf-8")) for file in SOURCES + HEADERS}
-    if other_ranks := {path.name for path in sources.glob("*cuda*")} - texts.keys():
-        raise ValueError(f"expected the CUDA sources {sorted(texts)}, got also {sorted(other_ranks)}")
+    if unknown := {path.name for path in sources.glob("*cuda*")} - texts.keys():
+        raise ValueError(f"expected the CUDA sources {sorted(texts)}, got also {sorted(unknown)}")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -66,11 +66,9 @@ def rewritten(name: str, text: str) -> str:
     Raises:
         ValueError: it has syntax that is not rewritten, or another number of matches than expected.
     """
-    other_ranks = set(_BOUNDS.findall(text)) - {"kThreads"}
-    if other_ranks:
-        raise ValueError(
-            f"{name}: expected all kernels to be bounded by and launched with kThreads, got {other_ranks}"
-        )
+    bounds = set(_BOUNDS.findall(text)) - {"kThreads"}
+    if bounds:
+        raise ValueError(f"{name}: expected all kernels to be bounded by and launched with kThreads, got {bounds}")
     for rewrite in _REWRITES:
         text, count = re.subn(rewrite.pattern, rewrite.by, text)
         expected = rewrite.counts.get(name, 0)

@@ -7,7 +7,6 @@ Nodes have eight GPUs. A GPU receives 2,400 Gbit/s inside its node, reaches 156 
 micro-batches unless a table says otherwise. Recomputation and attention are not counted.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from deepspeed_ext.planner.compression import COMPRESSIONS
 from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.memory import BUCKET, Model
 from deepspeed_ext.planner.rates import GIGA, NETWORK_STEP
-from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
+from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket, hyphenate
 from deepspeed_ext.tools.plan.saves import Saves, predict_saves
 from tests.perf.lib.predictions import FETCHED, FLOPS, MICRO_TOKENS, PER_NODE, Cluster, Trained
 from tests.perf.lib.records import Table
@@ -80,16 +79,11 @@ def seconds(row: Prediction) -> str:
     return f"{row.total_seconds:.3g}"
 
 
-def hyphenated(name: str) -> str:
-    """Return a name as pages write it: N-I-G for NIG."""
-    return re.sub(r"\b([NIG])([NIG])([NIG])\b", r"\1-\2-\3", name)
-
-
 def relative_to_one_node(model: Model, names: Sequence[str]) -> Table:
     """Return seconds of a step on two nodes, and tokens per second relative to ZeRO-3 on one node."""
     alone, stages = planned(1, model, 1)
     one_node = stages["ZeRO-3"]
-    lines = {name: [hyphenated(name)] for name in names}
+    lines = {name: [hyphenate(name)] for name in names}
     for gbps in GBPS:
         outcome, rows = planned(2, model, gbps)
         for name, line in lines.items():
@@ -115,7 +109,7 @@ def slow_network(kind: str) -> Table:
 def accumulation() -> Table:
     """Return times ZeRO-3's speed on two nodes, by micro-batches per step."""
     counts = (1, 4, 16)
-    lines = {name: [hyphenated(name)] for name in ("ZeRO-2", "NIG", "IIG")}
+    lines = {name: [hyphenate(name)] for name in ("ZeRO-2", "NIG", "IIG")}
     for count in counts:
         _, rows = planned(2, dense(SIZE, accumulation=count), 25)
         for name, line in lines.items():
@@ -132,7 +126,7 @@ def number_of_gpus() -> Table:
         outcome, rows = planned(nodes, dense(SIZE, accumulation=steps), 25)
         cells = [f"{memory(outcome, rows[name])} GB, {seconds(rows[name])} s" for name in names]
         lines.append([f"{nodes} ({nodes * PER_NODE})", str(steps), *cells])
-    return ["nodes (GPUs)", "micro-batches per step", *map(hyphenated, names)], lines
+    return ["nodes (GPUs)", "micro-batches per step", *map(hyphenate, names)], lines
 
 
 def lora() -> Table:
@@ -143,7 +137,7 @@ def lora() -> Table:
         outcome, rows = by_rate[10]
         row = rows[name]
         times = [seconds(by_name[name]) for _, by_name in by_rate.values()]
-        lines.append([hyphenated(name), memory(outcome, row), f"{row.volume.inter / GIGA:.3g}", *times])
+        lines.append([hyphenate(name), memory(outcome, row), f"{row.volume.inter / GIGA:.3g}", *times])
     return [
         "",
         "GB per GPU",
@@ -160,7 +154,7 @@ def ulysses() -> Table:
         for name in ("ZeRO-3", "IIG"):
             models = [dense(SIZE, accumulation=count, tokens=length // SEQUENCE_PARALLEL) for length in lengths]
             cells = [seconds(planned(4, model, 25)[1][name]) for model in models]
-            lines.append([hyphenated(name), str(count), *cells])
+            lines.append([hyphenate(name), str(count), *cells])
     return ["", "accumulation", *(f"{length:,} tokens" for length in lengths)], lines
 
 
@@ -180,7 +174,7 @@ def mixture() -> Table:
         for name in names:
             row = outcomes[0][1][name]
             lines.append(
-                [label + hyphenated(name), memory(outcomes[0][0], row), *(seconds(rows[name]) for _, rows in outcomes)]
+                [label + hyphenate(name), memory(outcomes[0][0], row), *(seconds(rows[name]) for _, rows in outcomes)]
             )
     return ["", "GB per GPU", *(f"s at {gbps} Gbit/s" for gbps in rates)], lines
 
@@ -198,7 +192,7 @@ def saving() -> Table:
             cells = [f"{cost.total / GIGA:.0f}", f"{cost.of_first_rank / GIGA:.3g}"]
             lines.append(
                 [
-                    f"{size // 10**9}B, {hyphenated(name)}",
+                    f"{size // 10**9}B, {hyphenate(name)}",
                     *cells,
                     f"{cost.synchronous.held:.3g}",
                     f"{cost.asynchronous.held:.2g}",
@@ -214,5 +208,5 @@ def going_back() -> Table:
     for names in (("NNG", "ZeRO-1"), ("NIG", "ZeRO-2"), ("IIG", "ZeRO-3")):
         held = [memory(by_rate[25][0], by_rate[25][1][name]) for name in names]
         cells = [[seconds(rows[name]) for name in names] for _, rows in by_rate.values()]
-        lines.append([*map(hyphenated, names), *(f"{before} -> {after}" for before, after in (held, *cells))])
+        lines.append([*map(hyphenate, names), *(f"{before} -> {after}" for before, after in (held, *cells))])
     return ["strategy", "stage", "GB per GPU", *(f"s at {gbps} Gbit/s" for gbps in by_rate)], lines

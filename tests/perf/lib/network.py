@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
+from deepspeed_ext.strategy import hyphenate
 from tests.perf.lib.records import RESULTS, Row, Table, read, seconds_of
 from tests.perf.lib.settings import BOTH, rate_name
 
@@ -18,12 +19,6 @@ NEAR = 1.05  # a gain smaller than this is none
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 70, 180, 30, 80
 COLORS = ("#444444", "#888888", "#aaaaaa", "#0b6bcb", "#d9480f", "#2b8a3e")
-
-
-def label(method: str) -> str:
-    """Return the name of a method as pages write it."""
-    letters, plus, suffix = method.partition(" + ")
-    return ("-".join(letters) if len(letters) == 3 else letters) + plus + suffix
 
 
 def medians(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
@@ -57,7 +52,7 @@ def table() -> Table:
         [_rate(rate), *(seconds_of(seconds[method][rate]) for method in METHODS), f"{ratios.get(rate, 0):.1f}"]
         for rate in seconds["NIG"]
     ]
-    return ["Mbit/s per node", *map(label, METHODS), "communication to compute, ZeRO-3"], lines
+    return ["Mbit/s per node", *map(hyphenate, METHODS), "communication to compute, ZeRO-3"], lines
 
 
 def _rate(rate: float) -> str:
@@ -65,7 +60,7 @@ def _rate(rate: float) -> str:
 
 
 def plot() -> str:
-    """Return an SVG of the medians over the rate, both logarithmic, with the ratio on a second axis at the top."""
+    """Return an SVG of the medians over the rate, both logarithmic, with the ratio on a second axis below."""
     rows = read(FILE)
     seconds, ratios = medians(rows), communication_ratios(rows)
     rates = list(seconds["NIG"])
@@ -117,7 +112,9 @@ def plot() -> str:
         line = " ".join(f"{x(rate):.1f},{y(value):.1f}" for rate, value in points.items())
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts += [f'<circle cx="{x(r):.1f}" cy="{y(v):.1f}" r="3" fill="{color}"/>' for r, v in points.items()]
-        parts.append(f'<text x="{WIDTH - RIGHT + 14}" y="{end + 4:.1f}" fill="{color}">{escape(label(method))}</text>')
+        parts.append(
+            f'<text x="{WIDTH - RIGHT + 14}" y="{end + 4:.1f}" fill="{color}">{escape(hyphenate(method))}</text>'
+        )
     return "\n".join([*parts, "</svg>", ""])
 
 
