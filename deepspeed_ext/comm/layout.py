@@ -31,7 +31,7 @@ Note [Equal rows]
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -304,7 +304,6 @@ class BucketPlan:
         ]
 
 
-@lru_cache(maxsize=4096)  # training repeats the same buckets
 def plan_bucket(layouts: tuple[FlatLayout, ...], spans: tuple[BufferSpan, ...]) -> BucketPlan:
     """Divide a bucket of concatenated ``spans`` along the cells of their buffers, which all have the same numbers of
     rows and columns."""

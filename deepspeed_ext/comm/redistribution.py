@@ -5,7 +5,7 @@
 import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -159,6 +159,26 @@ class RowContents(NamedTuple):
     numels: list[int]
 
 
+def sums_of(contents: Sequence[RowContents], reduced: Tensor) -> list[Tensor]:
+    """Return the sums of each span of a reduced bucket as views: (rows, numel), or (numel,) for a single row.
+
+    Args:
+        contents: contents of the bucket.
+        reduced: 1D, with padding after the contents.
+    """
+    # By as few calls as possible: a view takes the host as long as a small sum.
+    lengths = [
+        numel for row in contents for numel in (row.numels if row.times == 1 else [row.times * sum(row.numels)])
+    ]
+    parts, sums = iter(reduced[: sum(lengths)].split(lengths)), list[Tensor]()
+    for row in contents:
+        if row.times == 1:
+            sums += islice(parts, len(row.numels))
+        else:
+            sums += next(parts).view(row.times, -1).split(row.numels, dim=-1)
+    return sums
+
+
 class _BucketParts:
     """Layout of a packed bucket, and the order of its pieces. Computed once, because training repeats its buckets.
 
@@ -191,6 +211,7 @@ class _BucketParts:
         by_offset = sorted((offset, numel) for _, offset, numel in packed)
         numbers = {offset: number for number, (offset, _) in enumerate(by_offset)}
         self._numels = [numel for _, numel in by_offset]
+        self._numels_by_tensor: list[list[int]] = []
         self._paddings, self._order, end = list[int](), list[int](), 0
         for packed_offset, offset, numel in packed:
             self._pad(packed_offset - end)
@@ -218,16 +239,25 @@ class _BucketParts:
             return self._pack_by_rows(tensors)
         # One ``split`` makes all views of a tensor. A ``narrow`` for each took a third of the host's time of a bucket.
         pieces: list[Tensor] = []
-        for tensor in tensors:
-            first = last = len(pieces)
-            missing = tensor.numel()
-            while missing:
-                missing -= self._numels[last]
-                last += 1
-            pieces += tensor.split(self._numels[first:last]) if last > first else ()
+        for tensor, numels in zip(tensors, self._numels_of(tensors), strict=True):
+            pieces += tensor.split(numels)
         if self._paddings:
             pieces += tensors[0].new_zeros(sum(self._paddings)).split(self._paddings)
         return torch.cat([pieces[number] for number in self._order])
+
+    def _numels_of(self, tensors: Sequence[Tensor]) -> list[list[int]]:
+        """Return the elements of the pieces of each tensor. Computed once: a bucket's tensors have the same sizes."""
+        if len(tensors) == 1:
+            return [self._numels]
+        if not self._numels_by_tensor:
+            numels = iter(self._numels)
+            for tensor in tensors:
+                missing, own = tensor.numel(), list[int]()
+                while missing:
+                    own.append(next(numels))
+                    missing -= own[-1]
+                self._numels_by_tensor.append(own)
+        return self._numels_by_tensor
 
     def _pack_by_rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """Pack a bucket by one strided copy for each cut, over all rows that have it."""
@@ -256,7 +286,7 @@ class GradientRedistribution(_Redistribution):
         super().__init__(intra, inter)
         self.intra = intra
         self.inter = inter
-        # Weak keys: ``plan_bucket`` keeps a limited number of plans.
+        # Weak keys: callers keep a limited number of plans.
         self._parts: WeakKeyDictionary[BucketPlan, dict[Placement, _BucketParts]] = WeakKeyDictionary()
 
     def pack_bucket(self, tensors: Sequence[Tensor], plan: BucketPlan, target: Placement) -> Tensor:

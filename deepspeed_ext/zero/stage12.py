@@ -37,14 +37,12 @@ from deepspeed_ext.zero.families import DENSE
 from deepspeed_ext.zero.flat.buffers import FlatBuffers
 from deepspeed_ext.zero.flat.gradients import AllFlatGradients, Mean
 from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
-from deepspeed_ext.zero.flat.stage12_view import Stage12View
+from deepspeed_ext.zero.flat.stage12_view import BucketEntry, Stage12View
 from deepspeed_ext.zero.flat.states import FlatStates
 from deepspeed_ext.zero.flat.updates import FlatUpdates, has_own_partition, notify_of_set_weights
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, without_host_synchronization
 from deepspeed_ext.zero.shards import FlatShard, InterGroupSpan
-
-BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
 
 @check_overrides
@@ -252,11 +250,10 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
         """Put a gradient into a bucket, and reduce the bucket once it is full."""
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
-        dtype = self.get_param_comm_dtype(param)
-        bucket = self.ipg_buckets[dtype]
-        if self.micro_steps.is_full(bucket):
-            self.reduce_ipg_grads(comm_dtype=dtype)
-            self._fill_other_buffer(bucket)
+        for dtype, bucket in self.ipg_buckets.items():  # one, in most models; naming the parameter's takes longer
+            if self.micro_steps.is_full(bucket):
+                self.reduce_ipg_grads(comm_dtype=dtype)
+                self._fill_other_buffer(bucket)
 
     def _fill_other_buffer(self, bucket: Any) -> None:
         """Switch to the parent's other bucket buffer, because a reduction may still read this one."""
@@ -291,9 +288,8 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     ) -> None:
         """Reduce a bucket N -> g. ``freed``: tensors that may be freed before it has been waited for."""
         if entries:
-            members = [(number, self.bit16_groups[number][index]) for number, index, _ in entries]
             last, bucket = self.micro_steps.is_last, self.ipg_buckets[dtype]
-            self.gradients.reduce(tensors, members, bucket, dtype=dtype, last=last, freed=freed)
+            self.gradients.reduce(tensors, entries, bucket, dtype=dtype, last=last, freed=freed)
 
     @override
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:

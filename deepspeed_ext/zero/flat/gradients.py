@@ -15,16 +15,17 @@ Note [Reduction of flat buffers]
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import BucketPlan, parts_of, plan_bucket
 from deepspeed_ext.comm.packing import add_to
+from deepspeed_ext.comm.redistribution import sums_of
 from deepspeed_ext.comm.spans import BufferSpan, Span
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement
@@ -32,7 +33,7 @@ from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.flat.buffers import FlatBuffers
 from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
-from deepspeed_ext.zero.flat.stage12_view import Stage12View
+from deepspeed_ext.zero.flat.stage12_view import BucketEntry, Stage12View
 from deepspeed_ext.zero.shards import Window
 
 
@@ -98,23 +99,19 @@ class FlatGradients:
         own = [window for window in reversed(windows) if window.buffer in self._buffers]
         self._boundary = Boundary(own, lambda window: window.members, early=early)
         self.slices: dict[int, Tensor] = {}
+        self._slice_views: dict[BucketPlan, list[Tensor]] = {}  # of each bucket that was added to the slices
 
     def reduce(
-        self,
-        tensors: Sequence[Tensor],
-        spans: tuple[BufferSpan, ...],
-        dtype: torch.dtype,
-        complete: Iterable[int] = (),
+        self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype, complete: Iterable[int] = ()
     ) -> None:
         """Reduce a bucket, and add it to slices or shards.
 
         Args:
             tensors: 1D each: the bucket, or one tensor for each of its spans. They are copied at once.
-            spans: spans of flat buffers in the bucket.
+            plan: plan of the bucket.
             dtype: dtype of messages.
             complete: parameters without further gradients before the boundary; numbers as in ``windows``.
         """
-        plan = plan_bucket(self.layouts, spans)
         self._queue.submit(self._bucket_transfer(tensors, plan, dtype), partial(self._accumulate, plan, complete))
 
     def _bucket_transfer(self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype) -> Transfer:
@@ -168,6 +165,11 @@ class FlatGradients:
         self._queue.drop()
         self._inter_queue.drop()
         self._boundary.clear()
+        self.drop_slices()
+
+    def drop_slices(self) -> None:
+        """Drop accumulated gradients."""
+        self._slice_views.clear()
         self.slices.clear()
 
     def tensors(self) -> list[Tensor]:
@@ -176,24 +178,24 @@ class FlatGradients:
 
     def to(self, device: str) -> None:
         """Move the slices to a device."""
+        self._slice_views.clear()
         self.slices = {buffer: i_slice.to(device) for buffer, i_slice in self.slices.items()}
 
     def _accumulate(self, plan: BucketPlan, complete: Iterable[int], reduced: Tensor) -> None:
         """Add a reduced bucket, and start to reduce complete windows between groups."""
-        totals: list[Tensor] = []
-        parts: list[Tensor] = []
-        for first, times, spans, numels in self._redistribution.bucket_contents(plan, self._bucket_placement):
-            numel = times * sum(numels)
-            sums, reduced = reduced[:numel], reduced[numel:]
-            added = sums.view(times, -1).split(numels, dim=-1)
-            if self._bucket_placement == Placement.G:
-                for (buffer, span), part in zip(spans, added, strict=True):
-                    self._add_to_shard(buffer, span, self._mean.multiply(part)[0])
-            else:
-                totals += [span.of(self.slices[buffer][first : first + times]) for buffer, span in spans]
-                parts += added
-        if totals:
-            torch._foreach_add_(totals, parts)
+        contents = self._redistribution.bucket_contents(plan, self._bucket_placement)
+        sums = sums_of(contents, reduced)
+        if self._bucket_placement == Placement.G:
+            for (buffer, span), part in zip((item for row in contents for item in row.spans), sums, strict=True):
+                self._add_to_shard(buffer, span, self._mean.multiply(part))
+        elif sums:
+            if plan not in self._slice_views:  # kept, because making them takes the host longer than the sum
+                self._slice_views[plan] = [
+                    span.of(self.slices[buffer][row.first : row.first + row.times].squeeze(0))
+                    for row in contents
+                    for buffer, span in row.spans
+                ]
+            torch._foreach_add_(self._slice_views[plan], sums)
         self._reduce_between_groups(self._boundary.mark_ready(complete))
 
     def finish(self) -> None:
@@ -242,6 +244,36 @@ class FlatGradients:
         self._shards.note_addition()
 
 
+class _PartOfBucket(NamedTuple):
+    """A family's part of a bucket, which recurs in each micro-batch.
+
+    Attributes:
+        gradients: gradients of the family.
+        spans: all spans of the bucket.
+        numbers: numbers of the family's spans among them.
+        plan: plan of the family's spans.
+        positions: positions of the family's parameters in the model.
+    """
+
+    gradients: FlatGradients
+    spans: list[BufferSpan]
+    numbers: list[int]
+    plan: BucketPlan
+    positions: list[int]
+
+    @property
+    def buffers(self) -> set[int]:
+        """Numbers of the family's flat buffers in the bucket."""
+        return {self.spans[number][0] for number in self.numbers}
+
+    def select(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the family's tensors of a bucket: the bucket, or one tensor for each of its spans."""
+        if len(self.numbers) == len(self.spans):
+            return tensors
+        parts = list(parts_of(tensors, self.spans))
+        return [parts[number] for number in self.numbers]
+
+
 class AllFlatGradients(dict[str, FlatGradients]):
     """Gradients of all families of one optimizer, by family.
 
@@ -258,11 +290,12 @@ class AllFlatGradients(dict[str, FlatGradients]):
             for name in context.families
         )
         self._context, self._buffers = context, buffers
+        self._parts_of_bucket = lru_cache(maxsize=4096)(self._lay_out)  # training repeats the same buckets
 
     def reduce(
         self,
         tensors: Sequence[Tensor],
-        members: Sequence[tuple[int, nn.Parameter]],
+        entries: Sequence[BucketEntry],
         bucket: Any,
         *,
         dtype: torch.dtype,
@@ -273,33 +306,40 @@ class AllFlatGradients(dict[str, FlatGradients]):
 
         Args:
             tensors: 1D each: the bucket, or one tensor for each parameter in it. They are copied at once.
-            members: number of the flat buffer, and parameter, of each gradient in the bucket.
+            entries: DeepSpeed's entry of each parameter in the bucket.
             bucket: DeepSpeed's bucket, which names the streams that fill it.
             dtype: dtype of the bucket.
             last: whether the gradients are of the last micro-batch.
             freed: tensors that may be freed before the bucket has been waited for.
         """
-        buffers, positions = self._buffers, self._buffers.positions
-        spans = tuple((number, Span(buffers[number].offset(param), param.numel())) for number, param in members)
-        complete = [positions[id(param)] for _, param in members] if last else []
         for gradients in self.values() if last else ():
             gradients.allocate_for_early_reduction()
-        for number in {number for number, _ in members}:
-            self[buffers[number].family.name].allocate(number)
+        wire_dtype, parts = _wire_dtype(self._context, dtype), self._parts_of_bucket(tuple(entries))
+        for part in parts:
+            for number in part.buffers:
+                part.gradients.allocate(number)
         with self._context.reductions.after_current(bucket, freed):
-            self._reduce_by_family(tensors, spans, _wire_dtype(self._context, dtype), complete)
+            for part in parts:
+                complete = part.positions if last else ()
+                part.gradients.reduce(part.select(tensors), part.plan, wire_dtype, complete)
 
-    def _reduce_by_family(
-        self, tensors: Sequence[Tensor], spans: tuple[BufferSpan, ...], dtype: torch.dtype, complete: Sequence[int]
-    ) -> None:
-        """Reduce each family's part of a bucket N -> g; for arguments see ``FlatGradients.reduce``."""
+    def _lay_out(self, entries: tuple[BucketEntry, ...]) -> list[_PartOfBucket]:
+        """Return each family's part of a bucket."""
+        buffers, members = self._buffers, [self._buffers.param(number, index) for number, index, _ in entries]
+        spans = [
+            (number, Span(buffers[number].offset(param), param.numel()))
+            for (number, *_), param in zip(entries, members, strict=True)
+        ]
+        results = []
         for gradients in self.values():
-            own = [number for number, (buffer, _) in enumerate(spans) if gradients.has(buffer)]
-            if len(own) == len(spans):
-                gradients.reduce(tensors, spans, dtype, complete)
-            elif own:
-                parts, positions = list(parts_of(tensors, spans)), [complete[n] for n in own] if complete else []
-                gradients.reduce([parts[n] for n in own], tuple(spans[n] for n in own), dtype, positions)
+            numbers = [number for number, (buffer, _) in enumerate(spans) if gradients.has(buffer)]
+            if numbers:
+                own = tuple(spans[number] for number in numbers)
+                positions = [buffers.positions[id(members[number])] for number in numbers]
+                results.append(
+                    _PartOfBucket(gradients, spans, numbers, plan_bucket(gradients.layouts, own), positions)
+                )
+        return results
 
     def complete_shards(self) -> None:
         """Reduce slices to ``os`` at the accumulation boundary, in order on the current stream, and drop them.
@@ -313,7 +353,7 @@ class AllFlatGradients(dict[str, FlatGradients]):
                 gradients.finish()
         self._context.reductions.wait()  # before their memory is freed on the current stream
         for gradients in self.values():
-            gradients.slices.clear()
+            gradients.drop_slices()
 
     def drop(self) -> None:
         """Drop accumulated gradients and transfers."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+BucketEntry = tuple[int, int, int]  # of DeepSpeed's buckets: parameter group, index in the group, parameter id
+
 
 class Stage12View:
     """Attributes that ``Stage12Optimizer`` inherits, and methods that its parts call.

@@ -43,6 +43,7 @@ class FakeWorld:
         self.ranks, self.group_size = ranks, group_size
         self.messages, self.received = Counter[str](), Counter[str]()
         self.made = Counter[str]()
+        self._kinds: dict[Any, str] = {}
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(group_size))
         distributed.init_process_group("fake", rank=0, world_size=ranks, store=fake_pg.FakeStore())
         # Never undone: this process does nothing else, and DeepSpeed keeps some of these functions.
@@ -74,7 +75,10 @@ class FakeWorld:
         tensors = full if isinstance(full, (list, tuple)) else [full]
         size = distributed.get_world_size(kwargs.get("group"))
         nbytes = sum(argument.numel() * argument.element_size() for argument in tensors)
-        kind = self._kind(kwargs.get("group"), size)
+        group = kwargs.get("group")
+        if group not in self._kinds:  # a real collective takes no time for it
+            self._kinds[group] = self._kind(group, size)
+        kind = self._kinds[group]
         self.messages[kind] += 1
         self.received[kind] += round(times * nbytes * (size - 1) / size)
 
