@@ -35,6 +35,8 @@ def test_ratios_and_their_intervals() -> None:
     assert ratio([[1.0] * 9 + [50.0]] * 3, [[1.0] * 10] * 3).value == 1
     apart = ratio([[1.0] * 5] * 3, [[1.0] * 5, [1.1] * 5, [1.9] * 5])
     assert apart.low == pytest.approx(1) and apart.high == pytest.approx(1.9)
+    single = series(1.0, 0.5, 9, 1), series(1.0, 0.5, 9, 1, seed=1)  # draws no steps, so the interval is symmetric
+    assert ratio(*single).low == pytest.approx(1 / ratio(*single[::-1]).high)
 
 
 def test_losses_differ_by_the_worst_step() -> None:
