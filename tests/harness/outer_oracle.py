@@ -26,18 +26,20 @@ class Apart(NamedTuple):
         losses: losses of this rank.
         weights: weights of this rank's group, 1D, all parameters.
         anchors: the result of the last outer step, 1D, all trained parameters; of this rank's slice in ours.
+        measures: those of each outer step that the monitor gets.
     """
 
     losses: list[float]
     weights: Tensor
     anchors: Tensor
+    measures: list[dict[str, float]]
 
 
 def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence[Tensor] | None = None) -> Apart:
     """Train a copy for each group.
 
     Args:
-        job: of SGD or AdamW; a group alone skips a step in which one of its ranks overflows.
+        job: of SGD or AdamW; a group skips a step in which one of its ranks overflows, all groups in fp16.
         outer: the section.
         group_size: m.
         offsets: of each trained parameter, when its elements leave; by default after H steps.
@@ -51,7 +53,7 @@ def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequ
     momenta = [torch.zeros_like(anchor) for anchor in anchors]
     offsets = offsets or [torch.zeros(anchor.shape) for anchor in anchors]
     due: dict[int, list[tuple[int, Tensor]]] = {}
-    losses = []
+    losses, measures = [], list[dict[str, float]]()
     for step in range(1, job.steps + 1):
         batches = [[next(of) for _ in range(job.accumulation)] for of in data]
         of_warmup = step <= settings["warmup_steps"]
@@ -65,7 +67,7 @@ def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequ
             torch.nn.utils.clip_grad_norm_(trained[group], job.clipping or torch.inf)
         skipping = {rank // group_size for at, rank in job.overflow if at // job.accumulation == step - 1}
         for group, (_, optimizer) in enumerate(copies):
-            if group not in skipping:
+            if group not in skipping and not (skipping and job.dtype == "fp16"):
                 optimizer.step()
         if of_warmup:
             anchors = [p.detach().clone() for p in trained[0]]
@@ -73,9 +75,12 @@ def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequ
         for number, mask in due.pop(step, []):
             for subset in trained:
                 subset[number].data[mask] = anchors[number][mask]
+        squares = torch.zeros(2)
         for number, (anchor, momentum) in enumerate(zip(anchors, momenta, strict=True)):
             mask = offsets[number] == (step - settings["warmup_steps"]) % settings["steps"]
-            change = torch.stack([anchor - subset[number].detach() for subset in trained]).mean(0)[mask]
+            changes = torch.stack([anchor - subset[number].detach() for subset in trained])[:, mask]
+            change = changes.mean(0)
+            squares += torch.stack([change.square().sum(), (changes - change).square().sum() / len(trained)])
             momentum[mask] = settings["momentum"] * momentum[mask] + change
             ahead = change + settings["momentum"] * momentum[mask] if settings["nesterov"] else momentum[mask]
             anchor[mask] -= settings["lr"] * ahead
@@ -84,8 +89,10 @@ def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequ
             else:
                 for subset in trained:
                     subset[number].data[mask] = anchor[mask]
+        if squares[0]:
+            measures.append(dict(zip(("gradient_norm", "distance_of_groups"), squares.sqrt().tolist(), strict=True)))
     own = copies[rank // group_size][0]
-    return Apart(losses, torch.cat([p.detach().flatten() for p in own.parameters()]), _flat(anchors))
+    return Apart(losses, torch.cat([p.detach().flatten() for p in own.parameters()]), _flat(anchors), measures)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -126,6 +133,7 @@ class Found(NamedTuple):
         strategy: the name of the strategy.
         weights: largest difference of the group's weights, relative to the largest weight.
         losses: largest difference.
+        measures: largest difference of the measures of outer steps, relative to the norm of the outer gradient.
         anchors: whether they are the same bits in all groups.
         together: whether all ranks of a group have the same bits of parameters.
     """
@@ -133,6 +141,7 @@ class Found(NamedTuple):
     strategy: str
     weights: float
     losses: float
+    measures: float
     anchors: bool
     together: bool
 
@@ -142,7 +151,8 @@ def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: in
     rows = []
     for name in names:
         engine, model = training.make_engine(job, training.placed(name, group_size, **{KEY: outer}))
-        data, losses = training.batches(job), []
+        data, losses, measures = training.batches(job), [], list[dict[str, float]]()
+        engine.optimizer.outer._report = measures.append
         for number in range(job.steps * job.accumulation):
             losses.append(training.micro_step(engine, job, number, *next(data)))
             engine.step()
@@ -157,7 +167,13 @@ def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: in
         oracle = train_oracle(job, outer, group_size, offsets)
         apart = ((weights.cpu() - oracle.weights).abs().max() / oracle.weights.abs().max()).item()
         of_losses = max(abs(a - b) for a, b in zip(losses, oracle.losses, strict=True))
-        rows.append(Found(name, apart, of_losses, is_same, together))
+        assert 0 <= len(oracle.measures) - len(measures) <= bool(outer.get("delay")), (measures, oracle.measures)
+        of_measures = max(
+            abs(measure[key] - other[key]) / other["gradient_norm"]
+            for measure, other in zip(measures, oracle.measures, strict=False)
+            for key in measure
+        )
+        rows.append(Found(name, apart, of_losses, of_measures, is_same, together))
     return rows
 
 

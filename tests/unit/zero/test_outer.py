@@ -90,6 +90,7 @@ def test_training_matches_a_model_copy_for_each_group(
     for rows in ranks(n).run(outer_oracle.beside, names, job, outer, group_size):
         for row in rows:
             assert row.weights < bound and row.losses < bound and row.anchors and row.together, row
+            assert row.measures < max(bound, 1e-3), row
             assert bound == EXACT or row.weights > EXACT, row
 
 
