@@ -93,10 +93,7 @@ SOME = ("NII", "IIG", "2", "3")
 
 @pytest.mark.parametrize(
     "dtype, sources, targets",
-    [
-        ("bf16", ("III", "NIG", "2", "3"), 1),
-        *deep(("fp32", ALL, 2), ("bf16", SOME, 2), ("fp16", SOME, 2)),
-    ],
+    [("bf16", ("III", "NIG", "2", "3"), 1), *deep(("fp32", ALL, 2), ("bf16", SOME, 2), ("fp16", SOME, 2))],
     ids=by_strategies,
 )
 def test_each_strategy_loads_from_the_others(

@@ -85,8 +85,7 @@ def test_units_chosen_by_hand(ranks: Any, name: str) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "layers, chunks",
-    [(("III",), ("GNG",)), *deep((PARTITIONED[::2], PARTITIONED[1::2]), (PARTITIONED[1::2], ()))],
+    "layers, chunks", [(("III",), ("GNG",)), *deep((PARTITIONED[::2], PARTITIONED[1::2]), (PARTITIONED[1::2], ()))]
 )
 def test_every_strategy(ranks: Any, layers: tuple[str, ...], chunks: tuple[str, ...]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, steps=2)

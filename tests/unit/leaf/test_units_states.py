@@ -45,12 +45,7 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     choices = choose(model, Settings(budget, 0, 10**9))
     sizes = [choice.numel for choice in choices if choice.kind.value == "coarse"]
     sizes += [sum(numel_of(p) for e in chunk for p in e.parameters()) for choice in choices for chunk in choice.chunks]
-    return (
-        budget,
-        most[0],
-        max(sizes),
-        predicted_live(choices, model, LiveLimits(10**9, 0, 0, 0)),
-    )
+    return (budget, most[0], max(sizes), predicted_live(choices, model, LiveLimits(10**9, 0, 0, 0)))
 
 
 def test_persistent_parameters_stay_during_first_step(ranks: Any) -> None:

@@ -64,11 +64,7 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "dtype, names",
-    [
-        ("fp16", ("NIG", "IIG")),
-        ("fp32", ("NGG", "GGG")),
-        *deep(*((dtype, SKIPS) for dtype in ("fp16", "fp32"))),
-    ],
+    [("fp16", ("NIG", "IIG")), ("fp32", ("NGG", "GGG")), *deep(*((dtype, SKIPS) for dtype in ("fp16", "fp32")))],
 )
 def test_09_skipped_step_keeps_errors(ranks: Any, names: tuple[str, ...], dtype: str) -> None:
     for rows in ranks(4).run(skip_case, names, dtype):
@@ -131,10 +127,7 @@ def dropped_case() -> bool:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "accumulation, names",
-    [(1, ("NNN",)), (2, ("NGG", "IIG")), *deep((1, RESETS), (3, RESETS))],
-)
+@pytest.mark.parametrize("accumulation, names", [(1, ("NNN",)), (2, ("NGG", "IIG")), *deep((1, RESETS), (3, RESETS))])
 def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(reset_case, accumulation, names):
         for name, has_errors, messages in rows:

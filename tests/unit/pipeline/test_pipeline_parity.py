@@ -79,8 +79,7 @@ def test_other_options_match_zero_1(ranks: Any, pipe: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "experts, world, group, names",
-    [(2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))],
+    "experts, world, group, names", [(2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))]
 )
 def test_mixtures_of_experts_match_zero_1(
     ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]

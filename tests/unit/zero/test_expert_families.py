@@ -104,10 +104,7 @@ def test_parity_of_experts_of_autoep(
 
 @pytest.mark.parametrize(
     "ep, world, group, accumulation, names",
-    [
-        (2, 4, 1, 2, ("NIG", "IGG")),
-        *deep(*((ep, 8, 2, 3, (*REPLICATED, *PARTITIONED)) for ep in (2, 4))),
-    ],
+    [(2, 4, 1, 2, ("NIG", "IGG")), *deep(*((ep, 8, 2, 3, (*REPLICATED, *PARTITIONED)) for ep in (2, 4)))],
     ids=by_strategies,
 )
 def test_parity_of_experts_folded_into_tensor_parallelism(
