@@ -161,7 +161,7 @@ def pages() -> Sequence[Path]:
 def main() -> None:
     for page in pages():
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
-    network.PLOT.write_text(network.plot(), encoding="utf-8")
+    network.plot()
 
 
 if __name__ == "__main__":
