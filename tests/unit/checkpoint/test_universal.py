@@ -3,6 +3,7 @@
 """Checkpoints of any strategy or stage, loaded by any other: unchanged if both shard equally, or as universal ones."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,30 @@ def interchange_case(
         assert all(torch.isfinite(item).all() for kind in results[1] for item in kind)
         rows.append(((saved, loaded, both, more), *apart))
     return rows
+
+
+def test_stock_loads_saves_of_iig_with_their_sub_groups(ranks: Any, tmp_path: Path) -> None:
+    """Sub-groups of IIG are smaller than DeepSpeed's default."""
+    for others, same in ranks(4).run(smaller_sub_groups_case, str(tmp_path)):
+        assert others and same == {}, (others, same)
+
+
+def smaller_sub_groups_case(folder: str) -> tuple[str, dict[str, float]]:
+    """Return the error of a load with DeepSpeed's default, and what differs after one with the page's value."""
+    job = training.Job(optimizer="Adam", empty=False, zero={"allgather_bucket_size": 600})
+    engine, model = training.make_engine(job, training.placed("IIG"))
+    assert len(engine.optimizer.fp16_groups) > 1
+    snapshots.run(engine, job, snapshots.steps_of(job, 2))
+    engine.save_checkpoint(folder, "tag")
+    saved = snapshots.snapshot(engine, model, job)
+    engine.destroy()
+    dist.barrier()
+    engine, _ = training.make_engine(job, {"stage": 3})
+    error = snapshots.error_of(engine.load_checkpoint, folder, "tag")
+    engine.destroy()
+    job = replace(job, zero={**job.zero, "sub_group_size": 600 // dist.get_world_size()})
+    engine, model = training.make_engine(job, {"stage": 3})
+    engine.load_checkpoint(folder, "tag")
+    loaded = snapshots.snapshot(engine, model, job)
+    engine.destroy()
+    return error, snapshots.difference(saved, loaded)
