@@ -28,13 +28,11 @@ SAVED = ("defaults", "LoCo", "in few bits", "Muon", "experts")  # sets of option
 
 
 def digest(tensors: list[Any]) -> str:
-    """Of the bits."""
     return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Within this context, let torch use deterministic algorithms only."""
     import torch
 
     torch.use_deterministic_algorithms(True)

@@ -124,7 +124,6 @@ class _IsRank(BaseException):
 
 
 def draw(kind: str, strategy: str, seed: object) -> Case:
-    """Draw a run of this kind."""
     chance = random.Random(str(seed))
     late = chance.choice((0.0, 0.0, chance.uniform(0, 0.4)))
     if kind.startswith("killed late"):
@@ -199,7 +198,6 @@ def train(case: Case, rank: int, saves: Path) -> None:
 
 
 def _save(case: Case, rank: int, engine: Any, folder: Path) -> None:
-    """Begin to save."""
     from deepspeed_ext.checkpoint.snapshots import Snapshot
 
     complete = Snapshot.complete_copies
@@ -364,7 +362,6 @@ def _collect(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Run as the collector, the fork server, or a rank."""
     args = _arguments()
     if args.serve:
         _serve()

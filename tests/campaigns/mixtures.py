@@ -117,7 +117,6 @@ class Trial(NamedTuple):
 
 
 def checkpointed(use_reentrant: bool) -> Callable[[Any, Architecture], Any]:
-    """Return the call that enables gradient checkpointing."""
 
     def prepare(model: Any, _: Architecture) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -337,7 +336,6 @@ def distance(got: Run, expected: Run) -> str:
 
 
 def far(*differences: float) -> str:
-    """FAR if one of these is more than rounding, or no number."""
     return "" if all(difference <= ROUNDING for difference in differences) else "FAR "
 
 

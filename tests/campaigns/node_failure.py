@@ -156,7 +156,6 @@ class Run:
 
 
 def work(path: Path) -> None:
-    """Live as a rank."""
     start_rank()
     run = Run(Plan(**json.loads(path.read_text())))
     try:
@@ -252,7 +251,6 @@ def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[s
 
 
 def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:
-    """Run all; report each kill."""
     columns = ("strategy", "resumed", "lost", "noticed", "started", "loaded", "trained", "all", "gap")
     report(f"{'killed in':<12}" + "".join(f"{column:>10}" for column in columns))
     strategies = {"4": args.strategies[0], "2": args.strategies[1]}

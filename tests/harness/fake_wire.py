@@ -74,7 +74,6 @@ class Late:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has arrived."""
         return self.arrived if self.wire.cpu else bool(self.ended.query())
 
 

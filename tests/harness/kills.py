@@ -162,7 +162,6 @@ def survived_case(folder: str, strategy: str) -> Found:
 
 
 def hidden_names(folder: str) -> list[str]:
-    """Return the hidden names in a folder."""
     return sorted(path.name for path in Path(folder).glob(".*"))
 
 

@@ -109,7 +109,6 @@ def knows(capability: str) -> bool:
 
 
 def version() -> str:
-    """Return nvcc's version: 13.0."""
     assert NVCC is not None
     answer = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"release ([\d.]+)", answer)

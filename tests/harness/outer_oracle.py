@@ -102,7 +102,6 @@ def _copy(job: Job) -> tuple[Network, torch.optim.Optimizer]:
 
 
 def training_batches(job: Job, rank: int) -> Any:
-    """The micro-batches of a rank."""
     generator = torch.Generator().manual_seed(1000 + rank)
     while True:
         yield tuple(torch.randn(2, size, generator=generator) for size in (job.sizes[0], job.sizes[-1]))

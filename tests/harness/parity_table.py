@@ -280,7 +280,6 @@ def row_name(kind: str, row: Row) -> str:
 
 
 def named_row(kind: str, name: str) -> Row:
-    """Return the row of a name."""
     options = {value: option.name for option in TABLES[kind].options for value in option.values}
     return TABLES[kind].row({options[value]: value for value in name.split("-") if name != "defaults"})
 
@@ -300,7 +299,6 @@ def cases(tier: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def write_rows() -> None:
-    """Compute the rows, and write them to the file."""
     tiers = {"first": (2, {"N": "1", "I, G": "10"}), "deep": (3, {"N": "", "I, G": ""})}  # salts that give few rows
     results = {
         tier: {

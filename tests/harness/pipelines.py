@@ -145,7 +145,6 @@ def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def layers_of(pipe: Pipe) -> list[Any]:
-    """Of a PipelineModule."""
     middles = [
         LayerSpec(Middle, i, width, frozen=i in pipe.frozen, two=i == pipe.two)
         for i, width in enumerate(pipe.widths, start=1)
@@ -191,7 +190,6 @@ class Whole(nn.Module):
 
 
 def configuration(pipe: Pipe, zero: dict[str, Any]) -> dict[str, Any]:
-    """The ds_config."""
     learning: dict[str, Any] = {"lr": 0.5, "momentum": 0.9}
     if pipe.optimizer == "Muon":
         learning = {"lr": 2e-2, "adam_lr": 1e-2, "eps": 1e-3, "torch_adam": True}
@@ -226,7 +224,6 @@ def groups_of(parameters: Sequence[nn.Parameter], count: int) -> list[dict[str, 
 
 
 def make_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Any:
-    """The engine of a pipeline."""
     if pipe.dtype == "fp16":
         get_accelerator().is_fp16_supported = lambda: True
     if pipe.optimizer == "Muon":
@@ -362,7 +359,6 @@ class Apart(NamedTuple):
 
 
 def apart(name: str, one: Trained, other: Trained) -> Apart:
-    """Compare."""
     assert one.weights.keys() == other.weights.keys(), (one.weights.keys(), other.weights.keys())
     largest = max(float(w.abs().max()) for w in other.weights.values())
     weights = max(float((one.weights[k] - other.weights[k]).abs().max()) for k in other.weights) / largest

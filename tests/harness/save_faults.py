@@ -174,7 +174,6 @@ class Run:
         return snapshots.snapshot(self.engine, self.model, self.job)
 
     def step(self) -> dict[str, Any]:
-        """Take a step, and return all states after it."""
         from tests.harness import snapshots
 
         snapshots.run(self.engine, self.job, snapshots.steps_of(self.job, 1, self._steps))
@@ -239,7 +238,6 @@ def _limit_collectives(base: str) -> None:
 
 
 def draw(chance: random.Random) -> Fault:
-    """Draw a fault."""
     slow = chance.random() < 0.1
     call = "torch.save" if slow else chance.choice(("torch.save", *sorted(CALLS)))
     return Fault(

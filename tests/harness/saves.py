@@ -124,12 +124,10 @@ class Run:
             self.raised.append(message.replace(self.folder, ""))
 
     def micro_step(self) -> None:
-        """Forward and backward."""
         number = next(self._numbers)
         self.losses.append(training.micro_step(self.engine, self.job, number, *next(self._data)))
 
     def step(self) -> None:
-        """Run all micro-steps, and a step."""
         coalesced = self.job.boundary == "coalesce"
         with self.engine.coalesce_grad_reduction() if coalesced else nullcontext():
             for remaining in reversed(range(self.job.accumulation)):
@@ -242,7 +240,6 @@ class PipelineRun(Run):
         self._batches = pipelines.batches(engine.grid.get_data_parallel_rank())
 
     def step(self) -> None:
-        """Run a step."""
         self.losses.append(float(self.engine.train_batch(self._batches)))
 
     def everything(self) -> None:

@@ -40,7 +40,6 @@ class Buffered(training.Network):
         self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Count and apply."""
         self.seen.add_(1.0)
         return super().forward(x, skipped)
 
@@ -84,7 +83,6 @@ def steps_of(job: training.Job, number: int, skip: int = 0) -> list[tuple[Tensor
 
 
 def after_a_step(job: training.Job, name: str) -> tuple[Any, Any]:
-    """Return engine and model of a strategy, after a step."""
     engine, model = training.make_engine(job, training.placed(name))
     run(engine, job, steps_of(job, 1))
     return engine, model

@@ -128,7 +128,6 @@ class Order:
 
     @contextlib.contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """Make a stream the current one."""
         before, self.current = self.current, stream or self.current
         try:
             yield
@@ -203,7 +202,6 @@ class Order:
             self.synchronize(name, self.current.clock)
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
-        """``tensor.record_stream(stream)``."""
         if not self.left_out():
             self._memory(tensor, self.default).recorded.add(stream)
 

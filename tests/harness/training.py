@@ -102,7 +102,6 @@ class Network(nn.Module):
         self.checkpointing = checkpointing
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers."""
         for i in range(len(self.layers)):
             x = self.apply_layer(i, x, skipped)
         return x
@@ -121,8 +120,6 @@ class Network(nn.Module):
 
 
 class Record(NamedTuple):
-    """The results of a run."""
-
     losses: list[float]
     weights: Tensor  # 1D, all parameters in fp32
     norms: list[float]
@@ -132,7 +129,6 @@ class Record(NamedTuple):
 
 
 def configuration(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
-    """Return the ds_config of a job."""
     learning: dict[str, Any] = {"lr": 0.1}
     if job.optimizer == "SGD":
         learning["momentum"] = 0.9
@@ -226,7 +222,6 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
 
 
 def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's micro-batches."""
     lanes = job.config.get("tensor_parallel", {}).get("autotp_size", 1)  # neighbors, which have one sample together
     generator = torch.Generator().manual_seed(1000 + dist.get_rank() // lanes)
     device, ends = get_accelerator().current_device_name(), (job.sizes[0], job.sizes[-1])
@@ -321,7 +316,6 @@ class Difference(NamedTuple):
 
 
 def difference(name: str, ours: Record, stock: Record, optimizer: str) -> Difference:
-    """Compare two records."""
     return Difference(
         name,
         ((ours.weights - stock.weights).abs().max() / stock.weights.abs().max()).item(),

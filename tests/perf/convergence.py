@@ -135,7 +135,6 @@ def read_text(study: Study) -> tuple[Tensor, Tensor]:
 
 
 def fingerprint(*text: Tensor) -> str:
-    """Return a fingerprint of a text."""
     content = torch.cat([part.to(torch.uint8) for part in text]).numpy().tobytes()
     return f"{len(content)} bytes, sha256 {sha256(content).hexdigest()[:16]}"
 

@@ -111,7 +111,6 @@ def calls_of(case: Case, numel: int, device: str) -> dict[str, Callable[[], Any]
 
 
 def seconds_of(call: Callable[[], Any], device: str) -> float:
-    """Take one sample."""
     if device == "cpu":
         start = time.perf_counter()
         call()

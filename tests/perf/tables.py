@@ -152,7 +152,6 @@ def written(page: str) -> str:
 
 
 def pages() -> Sequence[Path]:
-    """Return the pages that may have tables."""
     package = ROOT / "deepspeed_ext"
     ours = (package / name / "README.md" for name in ("config", "pipeline"))
     return [ROOT / "README.md", *ours, *sorted((package / "how_to").glob("*.md")), *sorted(RESULTS.glob("*.md"))]

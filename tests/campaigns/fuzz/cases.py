@@ -144,16 +144,13 @@ class Case(Plain):
 
     @property
     def exact(self) -> bool:
-        """Whether updates are sent without loss."""
         return is_exact(self.zero)
 
     @property
     def lossy(self) -> bool:
-        """Whether gradients or updates are sent in few bits."""
         return is_lossy(self.zero)
 
     def events(self) -> list[Event]:
-        """All of them."""
         return [event for step in self.steps for event in step.before]
 
 

@@ -63,11 +63,9 @@ class Sampled(nn.Module):
         self._buffers_of = list(model.named_buffers())
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the sample."""
         return iter(self._named)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """All."""
         return iter(self._buffers_of)
 
 
@@ -124,7 +122,6 @@ class Run:
         self._make(config or {})
 
     def destroy(self) -> None:
-        """Destroy the engine, and let go of all that belongs to it."""
         self.parts.close()
         self.engine.destroy()
         del self.engine, self.model

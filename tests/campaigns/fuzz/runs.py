@@ -46,7 +46,6 @@ class Trained:
 
 
 def _run(run: Run) -> None:
-    """All events and steps of a case."""
     for step in run.case.steps:
         for event in step.before:
             if run.ours or event.name in SHARED:

@@ -104,12 +104,10 @@ class Report:
         self._content: dict[str, Any] = {"checks": {}, "figures": {}}
 
     def check(self, name: str, held: bool) -> None:
-        """Note whether something held."""
         self._content["checks"][name] = bool(held)
         self._write()
 
     def figure(self, name: str, value: Any) -> None:
-        """Record a measured value."""
         self._content["figures"][name] = value
         self._write()
 
@@ -142,7 +140,6 @@ class Setup:
 
 
 def run_here(name: str, setup: Setup) -> None:
-    """Run the experiment of this name in this process."""
     import deepspeed_ext  # noqa: F401  it activates itself where it is installed; here may be its sources alone
 
     function = next(experiment.function for experiment in EXPERIMENTS if experiment.name == name)
@@ -150,7 +147,6 @@ def run_here(name: str, setup: Setup) -> None:
 
 
 def has_gpu() -> bool:
-    """Return whether torch sees a GPU of NVIDIA's."""
     import torch
 
     return bool(torch.version.cuda) and torch.cuda.is_available()
@@ -234,7 +230,6 @@ def _run(
 
 
 def _outcome(experiment: Experiment, status: int | None, report: Path, log: Path) -> Outcome:
-    """Return the outcome of an experiment that has ended."""
     results = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     checks, figures = results.get("checks", {}), results.get("figures", {})
     outcome = Outcome(experiment.name, experiment.title, PASSED, checks=checks, figures=figures)

@@ -68,7 +68,6 @@ class MarkedTraining:
         marks.append((begin, self.mark()))
 
     def mark(self) -> Any:
-        """Mark the present, on the current stream."""
         if not self.setup.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -76,7 +75,6 @@ class MarkedTraining:
         return event
 
     def micro_step(self, job: Job) -> None:
-        """Run forward, backward and step."""
         self.forward.clear()
         self.backward.clear()
         batch = [torch.randn(2, width, generator=self._generator) for width in (job.sizes[0], job.sizes[-1])]

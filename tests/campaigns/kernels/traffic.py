@@ -151,7 +151,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def table(emulator: Emulator) -> str:
-    """Return the table, in Markdown."""
     lines = ["| operator | case | bytes | sectors to L1 | to L2 |", "|---|---|---|---|---|"]
     for case in cases(Drawing(0)):
         results = measure_traffic(emulator, case)

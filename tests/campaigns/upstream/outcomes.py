@@ -80,5 +80,4 @@ def counts(outcomes: Iterable[Outcome]) -> str:
 
 
 def file_of(test: str) -> str:
-    """Return the file that a test id begins with."""
     return test.partition("::")[0]

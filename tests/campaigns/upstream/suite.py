@@ -67,7 +67,6 @@ class Side:
 
     @property
     def name(self) -> str:
-        """Return a name for files."""
         return "-".join(self.strategies) or "stock"
 
 
@@ -158,7 +157,6 @@ class Suite:
         return results[0]["collected"], {line["uncollected"]: line["text"] for line in lines if "uncollected" in line}
 
     def run(self, tests: Sequence[str], side: Side) -> dict[str, Outcome]:
-        """Run tests, and return their outcomes."""
         if not tests:
             return {}
         job = self._job(side, list(tests))

@@ -133,7 +133,6 @@ class Emulator:
             self._library.cuda_on_cpu_count_traffic(0)
 
     def counts(self) -> Counts:
-        """Return the counters of the library."""
         results = (ctypes.c_int64 * len(Counts._fields))()
         self._library.cuda_on_cpu_counts(results)
         return Counts(*results)
@@ -148,7 +147,6 @@ class Emulator:
 
 
 def integers_of(tensor: Tensor) -> Tensor:
-    """The same bits as integers."""
     return tensor.view(INTEGERS[tensor.element_size()])
 
 

@@ -78,7 +78,6 @@ class Workload:
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """Arguments of PyTorch's AdamW."""
         return {**ADAMW, "lr": self.rate}
 
     @property
@@ -198,8 +197,6 @@ class TorchMethod(Method):
 
 
 class DDP(TorchMethod):
-    """DistributedDataParallel."""
-
     def __init__(self, workload: Workload) -> None:
         setup = "no_sync() until the last micro-batch, gradient_as_bucket_view; gradients are zeroed in their buckets"
         setup += "; autocast and bf16_compress_hook" * workload.mixed

@@ -72,7 +72,6 @@ class Setting:
 
 
 def by_name(*settings: Setting) -> dict[str, Setting]:
-    """Return settings by their names."""
     return {setting.name: setting for setting in settings}
 
 

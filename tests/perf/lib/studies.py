@@ -58,7 +58,6 @@ class Method:
     too_coarse: bool = False
 
     def configured(self, optimizer: str, group_size: int) -> dict[str, Any]:
-        """Return ``zero_optimization``."""
         zero = {"paro_strategy": self.strategy, "paro_group_size": group_size} if self.strategy else {"stage": 2}
         outer = {} if self.outer is None else {"paro_outer_optimizer": {**self.outer, **OUTER_SGD[optimizer]}}
         return {**zero, **self.zero, **outer}
@@ -240,7 +239,6 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> "Run":
-        """Return the run in a file."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def found(self, folder: Path) -> "Run | None":

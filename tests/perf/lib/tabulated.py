@@ -104,7 +104,6 @@ def regret(rows: Sequence[Row]) -> float:
 
 
 def chosen(rows: Sequence[Row]) -> Row:
-    """Return the planner's choice among these."""
     return best(rows, lambda row: row.predicted or 0.0, lambda row: row.memory)
 
 

@@ -161,7 +161,6 @@ class HostCosts:
     coding: float = 1e-9
 
     def rates(self, case: Case, slowness: float) -> Rates:
-        """Return the rates of a case's hops."""
         sizes = case.sizes
         host = sizes.ranks / CORES * slowness
         link = 0.0 if case.row.mbit is None else sizes.group_size * 8 / (case.row.mbit * 1e6) * FRAME

@@ -282,13 +282,11 @@ GIB = 2**30
 
 
 def folder_of(memory: Path, save_dir: Path, run: str) -> Any:
-    """The folder of a job."""
     config: Any = SimpleNamespace(_param_dict={"checkpoint": {"memory_folder": str(memory)}})
     return MemoryFolder(config, save_dir, run)
 
 
 def publish(folder: Any, number: int, **more: Any) -> None:
-    """A whole save of one rank."""
     staging = folder.create_staging(number, 0)
     (staging / "file").write_bytes(b"12345")
     identity = Identity(number, "tag", 3, 1.0, "", "model", 1)

@@ -203,5 +203,4 @@ def test_groups_are_destroyed_with_their_parent(ranks: Any) -> None:
 
 
 def threads_case() -> int:
-    """Return the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))

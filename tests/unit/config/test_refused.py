@@ -43,7 +43,6 @@ def cannot(key: str, strategy: str) -> str:
 
 
 def in_zero(key: str) -> str:
-    """Return the name of a key of the section."""
     return f"zero_optimization.{key}"
 
 
@@ -393,7 +392,6 @@ def test_saves_of_ours_need_a_strategy(ranks: Any) -> None:
 
 
 def make_engine(zero: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Make an engine, as a script does."""
     training.make_engine(training.Job(config=extra), zero)
 
 

@@ -228,7 +228,6 @@ def bad_case() -> list[str]:
 
 
 def make(zero: dict[str, Any]) -> str:
-    """The class of the optimizer."""
     engine, _ = training.make_engine(training.Job(network=mixtures.Mixtures, empty=False), zero)
     return type(engine.optimizer).__name__
 

@@ -28,7 +28,6 @@ BLOCKS = {"stage3_leaf_bytes": 22_000}  # blocks of experts fit, and layers do n
 
 
 def exact(rows: list[Any]) -> None:
-    """Check that no bit differs."""
     for row in rows:
         assert (row.weights, row.losses, row.norms) == (0.0, 0.0, 0.0), row
         assert row.replicas_equal and row.same_decisions, row

@@ -120,7 +120,6 @@ def architecture_case(name: str, implementations: Sequence[str]) -> list[tuple[s
 
 
 def least(name: str) -> int:
-    """Return the smallest budget of a model."""
     return max(_least_bytes(module) for module in make_model(name).modules())
 
 

@@ -91,7 +91,6 @@ def differences(sent: list[Sent]) -> Iterator[None]:
 
 
 def run(job: Job, name: str) -> Seen:
-    """Train with a strategy."""
     engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
     data = training.batches(job)
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0

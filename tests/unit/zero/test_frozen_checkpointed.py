@@ -37,7 +37,6 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the adapter's output."""
         return self.base(x) + self.up(self.down(x))
 
 
@@ -51,7 +50,6 @@ class Block(nn.Module):
         self.first, self.second = Adapted(), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply all layers."""
         if self._use_reentrant is None:
             return x + self._inside(x)
         return x + checkpoint(self._inside, x, use_reentrant=self._use_reentrant)
@@ -73,7 +71,6 @@ class Checkpointed(nn.Module):
         self.last = nn.Linear(WIDTH, sizes[-1]).requires_grad_(False)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the blocks."""
         x = self.first(x).requires_grad_()
         for block in self.blocks:
             x = block(x) if self.inside else checkpoint(block, x, use_reentrant=self._use_reentrant)
