@@ -60,19 +60,12 @@ TIMEOUT = {"DEEPSPEED_TIMEOUT": "1"}  # minutes after which a collective fails
 
 @dataclass
 class Plan:
-    """The settings of the ranks.
+    """The settings of the ranks."""
 
-    Attributes:
-        folder: folder of checkpoints and reports.
-        moment: in which the second node is killed; empty for none.
-        strategies: by number of ranks.
-        in_memory: whether the run saves into memory of the nodes.
-    """
-
-    folder: str
-    moment: str
-    strategies: dict[str, str]
-    in_memory: bool = False
+    folder: str  # folder of checkpoints and reports
+    moment: str  # in which the second node is killed; empty for none
+    strategies: dict[str, str]  # by number of ranks
+    in_memory: bool = False  # whether the run saves into memory of the nodes
 
 
 # What runs in the ranks ###########################################################################

@@ -51,21 +51,15 @@ JOB = Job(
 
 @dataclass(eq=False)
 class Late:
-    """A collective on its way.
+    """A collective on its way."""
 
-    Attributes:
-        name: name of the method of the process group.
-        ranks: ranks of the group.
-        began, ended: in seconds, on the CPU; events on a GPU.
-    """
-
-    name: str
-    ranks: int
+    name: str  # name of the method of the process group
+    ranks: int  # ranks of the group
     wire: "Wire"
     arrive: Callable[[], None] = lambda: None
     tensors: list[Tensor] = field(default_factory=list)  # kept alive until somebody has waited, as NCCL does
-    began: Any = None
-    ended: Any = None
+    began: Any = None  # in seconds, on the CPU
+    ended: Any = None  # events on a GPU
     arrived: bool = False
 
     def wait(self, timeout: Any = None) -> bool:
@@ -79,21 +73,14 @@ class Late:
 
 @dataclass
 class Wire:
-    """Carries the collectives. See Note [How the wire works].
+    """Carries the collectives. See Note [How the wire works]."""
 
-    Attributes:
-        device: "cpu" or "cuda".
-        prompt: whether results arrive at once.
-        delay: shortest and longest time in milliseconds that a collective takes, on a GPU.
-        keep: whether to keep everything that was sent, to inspect its times.
-        sent: messages, in the order in which they have begun.
-    """
-
-    device: str = "cpu"
-    prompt: bool = False
+    device: str = "cpu"  # "cpu" or "cuda"
+    prompt: bool = False  # whether results arrive at once
+    # Shortest and longest time in milliseconds that a collective takes, on a GPU.
     delay: tuple[float, float] = (1.0, 5.0)
-    keep: bool = False
-    sent: list[Late] = field(default_factory=list)
+    keep: bool = False  # whether to keep everything that was sent, to inspect its times
+    sent: list[Late] = field(default_factory=list)  # messages, in the order in which they have begun
 
     def __post_init__(self) -> None:
         self._random = random.Random(0)

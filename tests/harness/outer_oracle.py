@@ -20,17 +20,11 @@ DEFAULTS = {"steps": 30, "lr": 0.7, "momentum": 0.9, "nesterov": True, "warmup_s
 
 
 class Apart(NamedTuple):
-    """A run with an outer optimizer.
+    """A run with an outer optimizer."""
 
-    Attributes:
-        losses: losses of this rank.
-        weights: weights of this rank's group, 1D, all parameters.
-        anchors: the result of the last outer step, 1D, all trained parameters; of this rank's slice in ours.
-    """
-
-    losses: list[float]
-    weights: Tensor
-    anchors: Tensor
+    losses: list[float]  # losses of this rank
+    weights: Tensor  # weights of this rank's group, 1D, all parameters
+    anchors: Tensor  # the result of the last outer step, 1D, all trained parameters; of this rank's slice in ours
 
 
 def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence[Tensor] | None = None) -> Apart:
@@ -119,21 +113,13 @@ def _backward(model: Network, job: Job, step: int, batches: Sequence[Any], ranks
 
 
 class Found(NamedTuple):
-    """The comparison of our run with the oracle.
-
-    Attributes:
-        strategy: the name of the strategy.
-        weights: largest difference of the group's weights, relative to the largest weight.
-        losses: largest difference.
-        anchors: whether they are the same bits in all groups.
-        together: whether all ranks of a group have the same bits of parameters.
-    """
+    """The comparison of our run with the oracle."""
 
     strategy: str
-    weights: float
-    losses: float
-    anchors: bool
-    together: bool
+    weights: float  # largest difference of the group's weights, relative to the largest weight
+    losses: float  # largest difference
+    anchors: bool  # whether they are the same bits in all groups
+    together: bool  # whether all ranks of a group have the same bits of parameters
 
 
 def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: int) -> list[Found]:

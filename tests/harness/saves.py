@@ -75,19 +75,12 @@ def late_copies(seconds: float = LATE) -> Iterator[None]:
 
 
 class Twins(NamedTuple):
-    """The comparison of two runs.
+    """The comparison of two runs."""
 
-    Attributes:
-        different: tags of which files differ.
-        files: how many there are.
-        same: whether all losses and errors are equal.
-        raised: errors of the run with asynchronous saves.
-    """
-
-    different: list[str]
-    files: int
-    same: bool
-    raised: list[str]
+    different: list[str]  # tags of which files differ
+    files: int  # how many there are
+    same: bool  # whether all losses and errors are equal
+    raised: list[str]  # errors of the run with asynchronous saves
 
 
 class Run:

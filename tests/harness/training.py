@@ -34,48 +34,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Job:
-    """A training of a small network.
+    """A training of a small network."""
 
-    Attributes:
-        sizes: widths of the network's layers; odd, so that nothing divides evenly.
-        empty: whether it has a parameter without elements; stock ZeRO-3 fails with one.
-        steps: optimizer steps.
-        accumulation: micro-steps per step.
-        zero: further keys of ``zero_optimization``; ``config``: further keys of the configuration.
-        groups: parameter groups, with different learning rates.
-        frozen: layers without gradients.
-        skipped: (micro-step, layer): layers that this micro-step does not use.
-        overflow: (micro-step, rank): where the loss becomes infinite.
-        backward: "engine" for engine.backward, "loss" for loss.backward().
-        boundary: "engine" decides, "user" sets it, "step" (managed_gradient_accumulation false), or "coalesce": all
-            micro-steps in engine.coalesce_grad_reduction().
-        tensor_parallel: number of neighboring tensor-parallel ranks; see ``ModelParallelUnit``.
-        no_sync: whether micro-steps before the last run in engine.no_sync().
-        checkpointing: None, or use_reentrant of torch's activation checkpointing.
-        network: class of the model, of ``networks.py``; None for ``Network``.
-        zero_init: whether the model is built under deepspeed.zero.Init: None, "plain" or "config" (given to it).
-    """
-
-    sizes: Sequence[int] = (13, 37, 29, 7)
-    empty: bool = True
-    steps: int = 2
-    accumulation: int = 1
+    sizes: Sequence[int] = (13, 37, 29, 7)  # widths of the network's layers; odd, so that nothing divides evenly
+    empty: bool = True  # whether it has a parameter without elements; stock ZeRO-3 fails with one
+    steps: int = 2  # optimizer steps
+    accumulation: int = 1  # micro-steps per step
     dtype: str = "fp32"
     optimizer: str = "SGD"
     clipping: float = 0.5
-    groups: int = 1
-    frozen: Sequence[int] = ()
-    skipped: Sequence[tuple[int, int]] = ()
-    overflow: Sequence[tuple[int, int]] = ()
-    backward: str = "engine"
+    groups: int = 1  # parameter groups, with different learning rates
+    frozen: Sequence[int] = ()  # layers without gradients
+    skipped: Sequence[tuple[int, int]] = ()  # (micro-step, layer): layers that this micro-step does not use
+    overflow: Sequence[tuple[int, int]] = ()  # (micro-step, rank): where the loss becomes infinite
+    backward: str = "engine"  # "engine" for engine.backward, "loss" for loss.backward()
+    # "engine" decides, "user" sets it, "step" (managed_gradient_accumulation false), or "coalesce": all micro-steps in
+    # engine.coalesce_grad_reduction().
     boundary: str = "engine"
-    no_sync: bool = False
-    checkpointing: bool | None = None
-    tensor_parallel: int = 1
-    network: Any = None
+    no_sync: bool = False  # whether micro-steps before the last run in engine.no_sync()
+    checkpointing: bool | None = None  # None, or use_reentrant of torch's activation checkpointing
+    tensor_parallel: int = 1  # number of neighboring tensor-parallel ranks; see ``ModelParallelUnit``
+    network: Any = None  # class of the model, of ``networks.py``; None for ``Network``
+    # Whether the model is built under deepspeed.zero.Init: None, "plain" or "config" (given to it).
     zero_init: str | None = None
-    zero: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)  # further keys of ``zero_optimization``
+    config: dict[str, Any] = field(default_factory=dict)  # further keys of the configuration
 
     def __post_init__(self) -> None:
         last = max((at for at, _ in (*self.skipped, *self.overflow)), default=0)

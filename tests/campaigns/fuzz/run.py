@@ -71,27 +71,19 @@ class Sampled(nn.Module):
 
 @dataclass
 class Run:
-    """An engine in training.
-
-    Attributes:
-        zero: keys of zero_optimization.
-        ours: whether events that must change nothing take place.
-        order: order of a device with streams, or none.
-        seen: values that events have read.
-        stepped: whether there are optimizer states.
-    """
+    """An engine in training."""
 
     case: Case
-    zero: dict[str, Any]
-    ours: bool
-    order: Order | None = None
+    zero: dict[str, Any]  # keys of zero_optimization
+    ours: bool  # whether events that must change nothing take place
+    order: Order | None = None  # order of a device with streams, or none
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Any] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     applied: list[bool] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
-    seen: list[Any] = field(default_factory=list)
-    stepped: bool = False
+    seen: list[Any] = field(default_factory=list)  # values that events have read
+    stepped: bool = False  # whether there are optimizer states
 
     def __post_init__(self) -> None:
         self.job = job_of(self.case)

@@ -41,17 +41,11 @@ _OVER = "over"
 
 @dataclass(frozen=True)
 class Case:
-    """Some checks that belong together.
+    """Some checks that belong together."""
 
-    Attributes:
-        name: name of it; before the names of its checks.
-        run: makes them, on each rank, given its setup; can be pickled.
-        limit: seconds.
-    """
-
-    name: str
-    run: Callable[[Any], None]
-    limit: float = 90.0
+    name: str  # name of it; before the names of its checks
+    run: Callable[[Any], None]  # makes them, on each rank, given its setup; can be pickled
+    limit: float = 90.0  # seconds
 
 
 def run_cases(setup: Any, cases: Sequence[Case], alone: bool = False) -> None:

@@ -31,23 +31,14 @@ _SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
 
 
 class Experiment(NamedTuple):
-    """An experiment.
+    """An experiment."""
 
-    Attributes:
-        name: T1, ...
-        title: its purpose.
-        limit: seconds.
-        function: module and function.
-        variables: variables of its environment, on a GPU.
-        alone: whether it measures time, and so runs alone.
-    """
-
-    name: str
+    name: str  # T1, ...
     title: str
-    limit: float
-    function: str
-    variables: Mapping[str, str] = {}
-    alone: bool = False
+    limit: float  # seconds
+    function: str  # module and function
+    variables: Mapping[str, str] = {}  # variables of its environment, on a GPU
+    alone: bool = False  # whether it measures time, and so runs alone
 
 
 # The most useful first, should the budget not suffice for all. The first builds the kernels.
@@ -73,24 +64,16 @@ EXPERIMENTS = (
 
 @dataclass
 class Outcome:
-    """The outcome of an experiment.
+    """The outcome of an experiment."""
 
-    Attributes:
-        name, title: from the ``Experiment``.
-        kind: passed, failed, crashed, hung or not run.
-        seconds: its duration.
-        checks: name: whether it held.
-        figures: name: measured value.
-        text: why it did not pass; the end of its output if it crashed or hung.
-    """
-
+    # name, title: from the ``Experiment``.
     name: str
     title: str
-    kind: str
+    kind: str  # passed, failed, crashed, hung or not run
     seconds: float = 0.0
-    checks: dict[str, bool] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
-    text: str = ""
+    checks: dict[str, bool] = field(default_factory=dict)  # name: whether it held
+    figures: dict[str, Any] = field(default_factory=dict)  # name: measured value
+    text: str = ""  # why it did not pass; the end of its output if it crashed or hung
 
 
 # ---- within an experiment

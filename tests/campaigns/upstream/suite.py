@@ -55,15 +55,10 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two that are compared: stock, or strategies by stage.
+    """One of the two that are compared: stock, or strategies by stage."""
 
-    Attributes:
-        strategies: strategies of the stages 1, 2 and 3; none for stock.
-        group_size: see ``upstream_forced.with_strategy``.
-    """
-
-    strategies: tuple[str, ...] = ()
-    group_size: int | None = None
+    strategies: tuple[str, ...] = ()  # strategies of the stages 1, 2 and 3; none for stock
+    group_size: int | None = None  # see ``upstream_forced.with_strategy``
 
     @property
     def name(self) -> str:
@@ -72,24 +67,16 @@ class Side:
 
 @dataclass
 class Suite:
-    """The tests of a checkout.
+    """The tests of a checkout."""
 
-    Attributes:
-        tests: a copy of the folder ``tests``, with nothing beside it: upstream's tests put the folder above it on the
-            search path, and would find the checkout's DeepSpeed there.
-        work: the folder for all files.
-        limit: seconds that a test may take.
-        ranks: how many take part in the tests that upstream runs with two; None for two.
-        jobs: workers of pytest-xdist.
-        extra: a folder of packages that come before the environment's.
-    """
-
+    # A copy of the folder ``tests``, with nothing beside it: upstream's tests put the folder above it on the search
+    # path, and would find the checkout's DeepSpeed there.
     tests: Path
-    work: Path
-    limit: float
-    ranks: int | None = None
-    jobs: int = 2
-    extra: Path | None = None
+    work: Path  # the folder for all files
+    limit: float  # seconds that a test may take
+    ranks: int | None = None  # how many take part in the tests that upstream runs with two; None for two
+    jobs: int = 2  # workers of pytest-xdist
+    extra: Path | None = None  # a folder of packages that come before the environment's
     _numbers: Any = field(default_factory=itertools.count)
 
     @classmethod

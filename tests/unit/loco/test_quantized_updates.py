@@ -55,21 +55,13 @@ class Sent(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Observations of a strategy's run on this rank.
+    """Observations of a strategy's run on this rank."""
 
-    Attributes:
-        messages: differences with elements that this rank sent.
-        as_decoded: whether parameters after a step equal the previous ones plus the decoded difference.
-        close: whether they were within a quantization step of the update; a skipped step sends nothing.
-        equal: whether replicas were equal on all ranks after each step.
-        distance: distance to the optimizer's weights at the end, in the largest steps of the last differences.
-    """
-
-    messages: int
-    as_decoded: bool
-    close: bool
-    equal: bool
-    distance: float
+    messages: int  # differences with elements that this rank sent
+    as_decoded: bool  # whether parameters after a step equal the previous ones plus the decoded difference
+    close: bool  # whether they were within a quantization step of the update; a skipped step sends nothing
+    equal: bool  # whether replicas were equal on all ranks after each step
+    distance: float  # distance to the optimizer's weights at the end, in the largest steps of the last differences
 
 
 @contextlib.contextmanager
