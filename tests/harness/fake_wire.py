@@ -92,13 +92,7 @@ class Wire:
         return self.device == "cpu"
 
     def send(self, group: Any, name: str, plan: Callable[[], "Plan"]) -> Late:
-        """Start a collective.
-
-        Args:
-            group: process group.
-            name: name of its method.
-            plan: its outputs, inputs, and arithmetic; called when it runs.
-        """
+        """Start a collective; ``plan``, called when it runs, returns its outputs, inputs, and arithmetic."""
         late = Late(name, group.size(), self)
         if self.keep:
             self.sent.append(late)

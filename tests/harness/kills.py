@@ -151,11 +151,7 @@ def hidden_names(folder: str) -> list[str]:
 def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tuple[int, str]:
     """Kill and load; return the number of the save that was loaded, and the problems.
 
-    Args:
-        pool: pool of ranks.
-        folder: folder of its saves; it is created.
-        kill: time and victim of the kill.
-        hidden: names next to the checkpoints that existed before.
+    ``folder`` is created for the saves; ``hidden`` are names next to the checkpoints that existed before.
     """
     from tests.harness.ranks import RankError
 

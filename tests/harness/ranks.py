@@ -110,12 +110,7 @@ class _Rank:
 
 
 class Ranks:
-    """The first ranks of a pool, which run functions together over gloo.
-
-    Args:
-        pool: the pool with their processes.
-        world_size: number of ranks.
-    """
+    """The first ranks of a pool, which run functions together over gloo."""
 
     def __init__(self, pool: "RankPool", world_size: int) -> None:
         self.world_size = world_size

@@ -84,13 +84,7 @@ class Twins(NamedTuple):
 
 
 class Run:
-    """A run that saves.
-
-    Args:
-        engine, model: the engine, and the model that it trains.
-        job: the training.
-        folder: folder of its checkpoints.
-    """
+    """A training that saves its checkpoints in a folder."""
 
     def __init__(self, engine: Any, model: nn.Module, job: Any, folder: str) -> None:
         self.engine, self.model, self.job, self.folder = engine, model, job, folder
@@ -251,13 +245,7 @@ _AS_JOB = {False: training.Job(optimizer="Adam"), True: training.Job(optimizer="
 
 
 def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes] = Path.read_bytes) -> Twins:
-    """Run twice, and compare.
-
-    Args:
-        folder: folder of all checkpoints.
-        make: makes a run that saves into a folder.
-        read: returns the part of a file that is compared.
-    """
+    """Make and run two runs that save into a folder, and compare the part of each file that ``read`` returns."""
     runs = []
     # Differs between calls, because channels with one number would share keys of the store.
     number = zlib.crc32(folder.encode())
@@ -278,14 +266,9 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
 
 
 def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2, kind: type[Run] = Run) -> Twins:
-    """Compare two runs of a strategy. With a device, files are compared ``as_from_host``: they contain device names.
+    """Compare two runs of a strategy, with the steps and saves of a ``kind``.
 
-    Args:
-        folder: folder of all checkpoints.
-        name: name of the strategy.
-        job: what to train.
-        group_size: group size of the strategy.
-        kind: the sequence of steps and saves.
+    With a device, files are compared ``as_from_host``: they contain device names.
     """
 
     def make(into: str) -> Run:

@@ -65,14 +65,7 @@ def _record(run: Run) -> Trained:
 
 
 def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = None) -> Trained:
-    """Train a case.
-
-    Args:
-        case: the case.
-        zero: keys of zero_optimization.
-        ours: whether events that must change nothing take place.
-        order: order of a device with streams, which checks all of it.
-    """
+    """Train a case. ``ours``: whether events that must change nothing take place; ``order`` checks all accesses."""
     gc.collect()
     before = live_bytes()
     with contextlib.nullcontext() if order is None else order.watch():

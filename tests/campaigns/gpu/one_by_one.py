@@ -52,11 +52,6 @@ def run_cases(setup: Any, cases: Sequence[Case], alone: bool = False) -> None:
     """Run cases on ranks that share the GPU, or alone on one rank of NCCL's.
 
     A check holds if it does on all ranks that make it. Figures are those of rank 0.
-
-    Args:
-        setup: setup of the experiment.
-        cases: in this order.
-        alone: whether there is one rank.
     """
     remaining = list(cases)
     while remaining:

@@ -141,14 +141,7 @@ FAULTS = tuple(
 
 
 def find_fault(fault: Fault, libraries: Path) -> str:
-    """Return the line that reports a fault; empty if it is not found.
-
-    Args:
-        libraries: the folder of objects.
-
-    Raises:
-        ValueError: its text is not once in its file.
-    """
+    """Return the line that reports a fault; empty if it is not found. ``libraries``: the folder of objects."""
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(folder, "loco")
         shutil.copytree(SOURCES, sources)

@@ -57,12 +57,7 @@ class Moved(NamedTuple):
 
 
 def measure_traffic(emulator: Emulator, case: Case) -> Moved:
-    """Run a case in the checked build, and return its traffic.
-
-    Args:
-        emulator: emulator of the checked build.
-        case: its outputs are overwritten.
-    """
+    """Run a case, which overwrites its outputs, in the checked build, and return its traffic."""
     emulator.set()
     before = emulator.counts()
     for item in case.placed:

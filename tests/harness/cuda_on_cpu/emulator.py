@@ -67,11 +67,7 @@ class Use(enum.IntFlag):
 
 
 class Emulator:
-    """Loads a library of ``building.built``; one in a process, since its operators have fixed names.
-
-    Args:
-        library: the file.
-    """
+    """Loads a library of ``building.built``; one in a process, since its operators have fixed names."""
 
     def __init__(self, library: Path) -> None:
         assert ops.DTYPES, "which defines the operators of the package, whose schemas these have"

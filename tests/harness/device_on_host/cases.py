@@ -181,13 +181,7 @@ def export(library: str, folder: str, names: Sequence[str]) -> list[tuple[str, l
 
 
 def exported(folder: str, name: str, **how: Any) -> list[str]:
-    """Return which weights of an export of a strategy are not those of the model when it was called.
-
-    Args:
-        folder: folder of the export.
-        name: name of the strategy.
-        how: arguments of ``export_weights``.
-    """
+    """Return which weights of an export of a strategy are not those of the model when it was called."""
     from safetensors.torch import load_file
 
     import deepspeed_ext
@@ -323,14 +317,7 @@ def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, An
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory that torch's operators have made, or used, in this context.
-
-    Args:
-        dtype: dtype of the tensors that are counted.
-
-    Attributes:
-        most: the most bytes of the device that there were after an operator.
-    """
+    """Records in ``most`` the most bytes of a dtype that the device had after an operator in this context."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

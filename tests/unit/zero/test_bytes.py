@@ -53,10 +53,7 @@ def check(
 ) -> None:
     """Compare each micro-step with the formula: traffic that is due once per step must be sent at the boundary.
 
-    Args:
-        rows: counted bytes.
-        cluster, states, accumulation, sent: arguments of the formula.
-        exchange: further traffic of a step.
+    ``exchange`` returns further traffic of a step.
     """
     for name, counted in rows:
         micro_step, rest = Volume(), exchange(STRATEGIES[name])
