@@ -20,7 +20,6 @@ class Option(NamedTuple):
     """An option of a table."""
 
     name: str
-    why: str
     values: dict[str, dict[str, Any]]  # the changes of each value; the first is the default
 
     @property
@@ -31,7 +30,6 @@ class Option(NamedTuple):
 class Excluded(NamedTuple):
     """Values that no row has together."""
 
-    why: str
     together: dict[str, tuple[str, ...]]  # option -> its values
     # With which they cannot be; others have rows of their own. None: with none.
     strategies: tuple[str, ...] | None = None
