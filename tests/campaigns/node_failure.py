@@ -233,14 +233,8 @@ def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[s
     parts = dict(zip(("noticed", "started", "loaded", "trained"), map(operator.sub, times[1:], times), strict=False))
     lost = last + 1 - loaded["step"]
     passed = max(gaps) <= TOLERANCE and loaded["step"] % every == 0 and lost < every + 1 and trained["ranks"] == 2
-    return passed, {
-        "strategy": started["strategy"],
-        "resumed": loaded["step"],
-        "lost": lost,
-        **parts,
-        "all": times[-1] - times[0],
-        "gap": max(gaps),
-    }
+    row = {"strategy": started["strategy"], "resumed": loaded["step"], "lost": lost, **parts}
+    return passed, row | {"all": times[-1] - times[0], "gap": max(gaps)}
 
 
 def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:

@@ -39,14 +39,7 @@ CYCLES = 1_500_000  # of a GPU in a millisecond, about
 WITHOUT_TIMER = {"timers": {"throughput": {"enabled": False}}}  # it synchronizes the device in each micro-step
 # Little is gathered ahead, and nothing kept from forward to backward, but what the backward begins with.
 FEW_AT_A_TIME = {"stage3_prefetch_bucket_size": 100, "stage3_max_reuse_distance": 0}
-JOB = Job(
-    sizes=networks.SQUARE,
-    network=networks.Mixture,
-    accumulation=2,
-    empty=False,
-    steps=2,
-    zero={**SMALL, **FEW_AT_A_TIME},
-)
+JOB = Job(networks.SQUARE, network=networks.Mixture, accumulation=2, empty=False, zero=SMALL | FEW_AT_A_TIME)
 
 
 @dataclass(eq=False)

@@ -32,13 +32,8 @@ CALLS = {
     "replace": ("pathlib:Path", "replace"),
     "rmtree": ("shutil", "rmtree"),
 }
-OF_ALL = (
-    "Snapshot.copy_content",
-    "Snapshot.complete_copies",
-    "torch.save",
-    "HostChannel",
-    "HostChannel.exchange",
-)  # the others are of rank 0, which commits
+# The others are of rank 0, which commits.
+OF_ALL = ("Snapshot.copy_content", "Snapshot.complete_copies", "torch.save", "HostChannel", "HostChannel.exchange")
 
 
 @dataclass(frozen=True)

@@ -141,14 +141,8 @@ class Run:
         self.micro_step()
         self.save("after a backward")
         self.engine.step()
-        for change in (
-            self.set_weights,
-            self.set_states,
-            self.set_local_weights,
-            self.set_local_states,
-            self.edit,
-            self.refresh,
-        ):
+        sets = (self.set_weights, self.set_states, self.set_local_weights, self.set_local_states)
+        for change in (*sets, self.edit, self.refresh):
             self.save(f"before {change.__name__}")
             change()
         self.around_a_load()

@@ -150,15 +150,8 @@ def find_fault(fault: Fault, libraries: Path) -> str:
         if text.count(fault.old) != 1:
             raise ValueError(f"expected {fault.old!r} once in {fault.file}, got it {text.count(fault.old)} times")
         path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "tests.campaigns.kernels",
-            "--sources",
-            str(sources),
-            "--libraries",
-            str(libraries),
-        ]
+        command = [sys.executable, "-m", "tests.campaigns.kernels"]
+        command += ["--sources", str(sources), "--libraries", str(libraries)]
         command += ["--build", fault.build, "--only", fault.section, "--amount", "0.02", "--first"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=_LIMIT)
     messages = [line for line in (done.stdout + done.stderr).splitlines() if _FOUND.fullmatch(line)]

@@ -174,14 +174,8 @@ class Suite:
     def _run(self, job: "_PytestRun", arguments: list[str]) -> None:
         """Run pytest to its end, and kill what it has left."""
         command = [sys.executable, "-m", "pytest", "-p", "upstream_recorder", "-p", "no:cacheprovider"]
-        command += [
-            "--basetemp",
-            str(job.temporary),
-            "-c",
-            "pytest.ini",
-            "--continue-on-collection-errors",
-            *arguments,
-        ]
+        command += ["--basetemp", str(job.temporary), "-c", "pytest.ini", "--continue-on-collection-errors"]
+        command += arguments
         how: dict[str, Any] = {"cwd": self.tests, "env": self._environment(job), "start_new_session": True}
         with open(job.log, "wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **how)

@@ -32,16 +32,8 @@ from tests.harness.tiers import deep
 
 LOST = [("NIG + LoCo", 1), ("IIG", 0)]
 CROSSING = ("residuals", "layer_", "expp_rank")  # files that each rank has, or that DeepSpeed has one rank write
-MORE = deep(
-    ("NNN", 0),
-    ("NIG", 0),
-    ("IIG", 1),
-    ("III", 0),
-    ("NIG + TP", 1),
-    ("NII + experts", 0),
-    ("III + experts", 0),
-    ("IIG + experts", 1),
-)
+MORE = deep(("NNN", 0), ("NIG", 0), ("IIG", 1), ("III", 0))
+MORE += deep(("NIG + TP", 1), ("NII + experts", 0), ("III + experts", 0), ("IIG + experts", 1))
 
 
 @pytest.mark.parametrize("name, node", [*LOST, *MORE])

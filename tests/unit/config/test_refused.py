@@ -56,6 +56,9 @@ def in_zero(strategy: dict[str, Any], key: str, zero: dict[str, Any], why: str =
     return beside(strategy, f"zero_optimization.{key}", zero, why, **extra)
 
 
+# Keys that need a strategy.
+KEYS = {"group_size": 1, "overlap_updates": True, "outer_optimizer": {}, "parameter_cache_bytes": 1}
+KEYS |= {"memory_gb": 1, "decision_file": "file", "micro_step_seconds": 1}
 STRATEGY = alone(
     (
         {"paro_strategy": "NGI"},
@@ -66,15 +69,7 @@ STRATEGY = alone(
     ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'N-I-G'\\?"),
     *(
         ({f"paro_{key}": value}, f"paro_{key} is set .* without zero_optimization.paro_strategy")
-        for key, value in (
-            ("group_size", 1),
-            ("overlap_updates", True),
-            ("outer_optimizer", {}),
-            ("parameter_cache_bytes", 1),
-            ("memory_gb", 1),
-            ("decision_file", "file"),
-            ("micro_step_seconds", 1),
-        )
+        for key, value in KEYS.items()
     ),
     (
         {"stage3_leaf_bytes": 1},
