@@ -26,6 +26,9 @@ from tests.harness.parity_table import REPLICATED as REPLICATED
 SEVERAL_BUCKETS = {"reduce_bucket_size": 600, "allgather_bucket_size": 600, "sub_group_size": 300}
 # And no parameter stays gathered; by default, all of these small ones would.
 SMALL = {**SEVERAL_BUCKETS, "stage3_param_persistence_threshold": 0}
+# Parameters are gathered for each use, and given back after it.
+NOTHING_KEPT = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+NOTHING_KEPT |= {"stage3_param_persistence_threshold": 0}
 # Bounds of ``check``: an ulp or two of bf16. They are tight enough to show missing gradients of small parameters,
 # which would move weights by 5e-3 and norms by 5e-3.
 BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 2e-3}

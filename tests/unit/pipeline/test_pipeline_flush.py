@@ -18,12 +18,12 @@ from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import pipelines
 from tests.harness.tiers import deep
+from tests.harness.training import NOTHING_KEPT
 
 CLUSTER = GroupSizes(4, 2)  # of a stage
 MICRO_BATCHES = 2
 WIDTHS = (1700, 1500, 1600, 1800)
-ZERO = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, "stage3_param_persistence_threshold": 0}
-ZERO |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+ZERO = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, **NOTHING_KEPT}
 RELATIVE, ABSOLUTE = 0.02, 4000  # of the expected bytes; bytes of norms, losses, and ZeRO-3's compared records
 
 

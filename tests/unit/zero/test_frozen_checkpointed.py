@@ -14,18 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_ext.integration import fork
 from tests.harness import training
 from tests.harness.tiers import by_strategies, deep
-from tests.harness.training import PARTITIONED, Job, placed
+from tests.harness.training import NOTHING_KEPT, PARTITIONED, Job, placed
 
 WIDTH, BLOCKS = 64, 3
 LINEAR = WIDTH * (WIDTH + 1)
 BLOCK = 2 * LINEAR + 2 * WIDTH  # frozen elements
 ADAPTERS = 2 * 2 * WIDTH
 HOST = "ING with parameters on the host"
-NOTHING_KEPT = {
-    "stage3_prefetch_bucket_size": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_param_persistence_threshold": 0,
-}
 
 
 class Adapted(nn.Module):
