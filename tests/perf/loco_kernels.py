@@ -60,8 +60,7 @@ class Case:
 
     def floor(self, numel: int) -> int:
         """Return the bytes that must be read and written, see above, including padding of the last block and the
-        row.
-        """
+        row."""
         own, wire = numel * self.dtype.itemsize, self.packing.row_bytes(numel)
         if self.operator in ("difference", "apply"):
             rows = PIECES if self.operator == "apply" else 1

@@ -12,7 +12,6 @@ from tests.harness import ranks as rank_pools
 
 rank_pools.prepare_environment()  # before any test module imports torch or DeepSpeed
 
-
 _OF_FIXTURES = {"emulation": "root", "archive": "fork"}  # marks of what needs a fixture
 
 

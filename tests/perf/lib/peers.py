@@ -329,8 +329,7 @@ class DirectReduceScatter(ReduceScatter):
 @cache
 def _mesh(group_size: int | None) -> DeviceMesh:
     """Return a mesh of all ranks, or 2D: (nodes, ranks of a node). Created once, because it has its own process
-    groups.
-    """
+    groups."""
     ranks = dist.get_world_size()
     if group_size is None:
         return init_device_mesh("cpu", (ranks,))

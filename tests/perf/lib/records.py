@@ -180,8 +180,7 @@ class Row:
     @classmethod
     def from_csv(cls, cells: dict[str, str]) -> "Row":
         """Return the result of a row of a file; its round has the minimum, the median, and the maximum of all
-        steps.
-        """
+        steps."""
         numbers = {name: _number(value) for name, value in cells.items()}
         rate = cells["link_mbit"]
         return cls(

@@ -316,13 +316,8 @@ def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) 
     with monkeypatch.context() as patch:
         paths = ((Path, name) for name in ("mkdir", "rename", "replace", "write_text"))
         calls = ((os, name) for name in ("link", "unlink", "rmdir"))
-        for owner, name in (
-            *paths,
-            *calls,
-            (shutil, "copystat"),
-            (owned_folder, "_exchange"),
-            (owned_folder, "create_marker"),
-        ):
+        others = ((shutil, "copystat"), (owned_folder, "_exchange"), (owned_folder, "create_marker"))
+        for owner, name in (*paths, *calls, *others):
             patch.setattr(owner, name, guarded(getattr(owner, name)))
         try:
             save(folder, "second")

@@ -249,14 +249,8 @@ def interchange_case(
     folder: str, pairs: list[tuple[Any, ...]], dtype: str, universal: bool
 ) -> list[tuple[Any, float, float]]:
     """Relative differences of weights and momentum between a run and one that another has begun."""
-    job = training.Job(
-        sizes=(13, 37, 29, 29, 7),
-        optimizer="Muon",
-        dtype=dtype,
-        groups=2,
-        empty=False,
-        config={"checkpoint": {"load_universal": universal}},
-    )
+    config = UNIVERSAL if universal else {}
+    job = training.Job((13, 37, 29, 29, 7), False, optimizer="Muon", dtype=dtype, groups=2, config=config)
     first, then = snapshots.steps_of(job, 3), snapshots.steps_of(job, 2, skip=3)
 
     def keys(name: str, zero: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from tests.harness.tiers import deep
 
 LOCO = {"zeropp_loco_param": {}}
 
-
 RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
     ("Adam", {}, ("NIG", "IIG"), False),
     ("Adam", {**LOCO, **cases.PINNED}, ("IIG", "NII"), True),

@@ -30,8 +30,7 @@ def test_06_hop_computes_mean_for_all_shapes_and_ranks(ranks: Any, world: int, b
 
 def mean_case(bits: int) -> list[tuple[str, float, float]]:
     """Return shape and dtype, the projection of the result on the fp64 mean, and the largest error relative to its
-    bound.
-    """
+    bound."""
     world, rank = dist.get_world_size(), dist.get_rank()
     hop = LocoHop(dist.get_world_group(), "hop", LocoSettings(bits=bits))
     rows = []
@@ -138,8 +137,7 @@ def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation
 
 def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, list[bool], float]]:
     """Return whether there are errors after each of seven steps with resets after three, and how often each was
-    updated.
-    """
+    updated."""
     job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
     rows = []
     for name in names:

@@ -119,7 +119,6 @@ def test_the_log_says_if_loco_compresses_nothing(ranks: Any, kernels: bool, grou
 
 NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "IIG"))
 
-
 # Ranks, the model or optimizer, keys, the message, and alternatives that work.
 REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any]]]]] = [
     (
