@@ -28,13 +28,11 @@ SAVED = ("defaults", "LoCo", "in few bits", "Muon", "experts")  # sets of option
 
 
 def digest(tensors: list[Any]) -> str:
-    """Of the bits."""
     return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Within this context, let torch use deterministic algorithms only."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -118,12 +116,7 @@ def digests(arguments: argparse.Namespace, pool: Any) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None, pool: Any = None) -> None:
-    """Run the command.
-
-    Args:
-        words: the command line; None for that of the process.
-        pool: a ``RankPool`` to run on; None for a new one.
-    """
+    """Run the command with these words, or those of the process, on a pool of ranks, or a new one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("--write", type=Path, help="the file to write digests to")

@@ -67,42 +67,25 @@ _LIMIT = 60.0  # seconds that a run may take
 
 @dataclass(frozen=True)
 class Case:
-    """A run.
-
-    Attributes:
-        kind: kind of its end.
-        strategy: name of the section in ``OURS`` or ``STOCK``.
-        late: seconds that a rank begins to apply the last step later than the other.
-        late_rank: the number of that rank.
-        moment: seconds after the beginning of the last step, of a signal.
-        first: whether the error that ends a run is raised before its last step.
-        save: "well" or "fails": the script ends during an asynchronous save, which succeeds or fails on rank 1.
-    """
+    """A run."""
 
     kind: str
-    strategy: str
-    late: float = 0.0
+    strategy: str  # name of the section in ``OURS`` or ``STOCK``
+    late: float = 0.0  # seconds that a rank begins to apply the last step later than the other
     late_rank: int = 0
-    moment: float = 0.0
-    first: bool = False
-    save: str = ""
+    moment: float = 0.0  # seconds after the beginning of the last step, of a signal
+    first: bool = False  # whether the error that ends a run is raised before its last step
+    save: str = ""  # "well" or "fails": the script ends during an asynchronous save, which succeeds or fails on rank 1
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a run.
+    """The end of a run."""
 
-    Attributes:
-        statuses: statuses of the ranks' processes.
-        seconds: from the end of the first process to that of the last one.
-        written: output of the ranks.
-        saved: whether there is a checkpoint.
-    """
-
-    statuses: tuple[int, int]
-    seconds: float
-    written: str
-    saved: bool = False
+    statuses: tuple[int, int]  # statuses of the ranks' processes
+    seconds: float  # from the end of the first process to that of the last one
+    written: str  # output of the ranks
+    saved: bool = False  # whether there is a checkpoint
 
     @property
     def weights(self) -> str | None:
@@ -124,7 +107,6 @@ class _IsRank(BaseException):
 
 
 def draw(kind: str, strategy: str, seed: object) -> Case:
-    """Draw a run of this kind."""
     chance = random.Random(str(seed))
     late = chance.choice((0.0, 0.0, chance.uniform(0, 0.4)))
     if kind.startswith("killed late"):
@@ -199,7 +181,6 @@ def train(case: Case, rank: int, saves: Path) -> None:
 
 
 def _save(case: Case, rank: int, engine: Any, folder: Path) -> None:
-    """Begin to save."""
     from deepspeed_ext.checkpoint.snapshots import Snapshot
 
     complete = Snapshot.complete_copies
@@ -364,7 +345,6 @@ def _collect(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Run as the collector, the fork server, or a rank."""
     args = _arguments()
     if args.serve:
         _serve()

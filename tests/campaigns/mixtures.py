@@ -44,25 +44,16 @@ DEEPSEEK = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """A mixture of transformers.
+    """A mixture of transformers."""
 
-    Attributes:
-        config: the name of its configuration.
-        keys: keys of a small one.
-        preset: AutoEP's name; none where it has none.
-        attention: what LoRA adapts.
-        auxiliary: whether the model adds a loss that balances experts, if asked to (``output_router_logits``).
-        router: the class of the router, for replays; empty where it does not choose experts itself.
-        window: bytes of ``stage3_leaf_bytes`` for windows; none where the experts are one batched product, which has
-            no windows.
-    """
-
-    config: str
-    keys: dict[str, Any]
-    preset: str = ""
-    attention: Sequence[str] = ("q_proj", "v_proj")
+    config: str  # the name of its configuration
+    keys: dict[str, Any]  # keys of a small one
+    preset: str = ""  # AutoEP's name; none where it has none
+    attention: Sequence[str] = ("q_proj", "v_proj")  # what LoRA adapts
+    # Whether the model adds a loss that balances experts, if asked to (``output_router_logits``).
     auxiliary: bool = True
-    router: str = ""
+    router: str = ""  # the class of the router, for replays; empty where it does not choose experts itself
+    # Bytes of ``stage3_leaf_bytes`` for windows; none where the experts are one batched product, which has no windows.
     window: int = 20_000
 
 
@@ -99,25 +90,19 @@ ARCHITECTURES = {
 
 
 class Trial(NamedTuple):
-    """An option of a mixture.
+    """An option of a mixture."""
 
-    Attributes:
-        prepare: changes the model before it is trained; ``finish``: what is compared beside losses and weights.
-        inputs: changes a batch of token ids; ``options``: of a forward.
-        applies: to which architectures.
-        autoep: whether it is tried with AutoEP.
-    """
-
+    # Changes the model before it is trained.
     prepare: Callable[[Any, Architecture], Any] = lambda model, architecture: model
-    finish: Callable[[Any, Any], list[float]] = lambda engine, model: []
-    inputs: Callable[[Any], Any] = lambda ids: ids
+    finish: Callable[[Any, Any], list[float]] = lambda engine, model: []  # what is compared beside losses and weights
+    inputs: Callable[[Any], Any] = lambda ids: ids  # changes a batch of token ids
+    # Keyword arguments of a forward.
     options: dict[str, Any] = {}  # noqa: RUF012  never changed
-    applies: Callable[[Architecture], bool] = lambda architecture: True
-    autoep: bool = True
+    applies: Callable[[Architecture], bool] = lambda architecture: True  # to which architectures
+    autoep: bool = True  # whether it is tried with AutoEP
 
 
 def checkpointed(use_reentrant: bool) -> Callable[[Any, Architecture], Any]:
-    """Return the call that enables gradient checkpointing."""
 
     def prepare(model: Any, _: Architecture) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -337,7 +322,6 @@ def distance(got: Run, expected: Run) -> str:
 
 
 def far(*differences: float) -> str:
-    """FAR if one of these is more than rounding, or no number."""
     return "" if all(difference <= ROUNDING for difference in differences) else "FAR "
 
 

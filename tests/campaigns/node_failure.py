@@ -60,19 +60,12 @@ TIMEOUT = {"DEEPSPEED_TIMEOUT": "1"}  # minutes after which a collective fails
 
 @dataclass
 class Plan:
-    """The settings of the ranks.
+    """The settings of the ranks."""
 
-    Attributes:
-        folder: folder of checkpoints and reports.
-        moment: in which the second node is killed; empty for none.
-        strategies: by number of ranks.
-        in_memory: whether the run saves into memory of the nodes.
-    """
-
-    folder: str
-    moment: str
-    strategies: dict[str, str]
-    in_memory: bool = False
+    folder: str  # folder of checkpoints and reports
+    moment: str  # in which the second node is killed; empty for none
+    strategies: dict[str, str]  # by number of ranks
+    in_memory: bool = False  # whether the run saves into memory of the nodes
 
 
 # What runs in the ranks ###########################################################################
@@ -156,7 +149,6 @@ class Run:
 
 
 def work(path: Path) -> None:
-    """Live as a rank."""
     start_rank()
     run = Run(Plan(**json.loads(path.read_text())))
     try:
@@ -241,18 +233,11 @@ def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[s
     parts = dict(zip(("noticed", "started", "loaded", "trained"), map(operator.sub, times[1:], times), strict=False))
     lost = last + 1 - loaded["step"]
     passed = max(gaps) <= TOLERANCE and loaded["step"] % every == 0 and lost < every + 1 and trained["ranks"] == 2
-    return passed, {
-        "strategy": started["strategy"],
-        "resumed": loaded["step"],
-        "lost": lost,
-        **parts,
-        "all": times[-1] - times[0],
-        "gap": max(gaps),
-    }
+    row = {"strategy": started["strategy"], "resumed": loaded["step"], "lost": lost, **parts}
+    return passed, row | {"all": times[-1] - times[0], "gap": max(gaps)}
 
 
 def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:
-    """Run all; report each kill."""
     columns = ("strategy", "resumed", "lost", "noticed", "started", "loaded", "trained", "all", "gap")
     report(f"{'killed in':<12}" + "".join(f"{column:>10}" for column in columns))
     strategies = {"4": args.strategies[0], "2": args.strategies[1]}

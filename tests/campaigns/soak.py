@@ -31,15 +31,8 @@ _SHARDED = {**_SMALL, "stage3_param_persistence_threshold": 20, "sub_group_size"
 _FEW_BITS = {"zeropp_loco_param": {"reset_T": 16}, "paro_quantized_updates": {"resync_T": 16}}
 _OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 _OWN_ADAM = {"zero_force_ds_cpu_optimizer": False}
-_COMMON: dict[str, Any] = {
-    "world": 4,
-    "blocks": _MODEL,
-    "unused": 11,
-    "groups": 2,
-    "accumulation": 2,
-    "clipping": 0.5,
-    "boundary": "user",
-}
+_COMMON: dict[str, Any] = {"world": 4, "blocks": _MODEL, "unused": 11, "groups": 2}
+_COMMON |= {"accumulation": 2, "clipping": 0.5, "boundary": "user"}
 
 
 def placed(name: str, **keys: Any) -> dict[str, Any]:

@@ -29,7 +29,6 @@ _FROZEN = "tests/unit/config/test_refused.py::test_options_are_frozen"
 
 
 def run(python: Path, *arguments: str, folder: Path) -> int:
-    """Run Python's module with arguments in a folder; its exit status."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
     return subprocess.run([str(python), "-m", *arguments], cwd=folder, env=environment, check=False).returncode

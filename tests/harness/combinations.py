@@ -17,16 +17,10 @@ Values = tuple[tuple[str, str], ...]  # (option, name of a value), of some optio
 
 
 class Option(NamedTuple):
-    """An option of a table.
-
-    Attributes:
-        why: its purpose.
-        values: the changes of each value; the first is the default.
-    """
+    """An option of a table."""
 
     name: str
-    why: str
-    values: dict[str, dict[str, Any]]
+    values: dict[str, dict[str, Any]]  # the changes of each value; the first is the default
 
     @property
     def default(self) -> str:
@@ -34,16 +28,10 @@ class Option(NamedTuple):
 
 
 class Excluded(NamedTuple):
-    """Values that no row has together.
+    """Values that no row has together."""
 
-    Attributes:
-        why: the reason.
-        together: option -> its values.
-        strategies: with which they cannot be; others have rows of their own. None: with none.
-    """
-
-    why: str
-    together: dict[str, tuple[str, ...]]
+    together: dict[str, tuple[str, ...]]  # option -> its values
+    # With which they cannot be; others have rows of their own. None: with none.
     strategies: tuple[str, ...] | None = None
 
     @property

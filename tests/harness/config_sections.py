@@ -13,5 +13,4 @@ CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nowhere"}
 
 
 def config(**zero: Any) -> dict[str, Any]:
-    """A minimal ds_config."""
     return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}

@@ -24,15 +24,12 @@ class Page:
     text: str
 
     def blocks(self, language: str) -> list[str]:
-        """Return the code blocks of a language."""
         return [body for kind, body in _BLOCK.findall(self.text) if kind == language]
 
     def prose(self) -> str:
-        """Return the text without code blocks."""
         return _BLOCK.sub("", self.text)
 
     def links(self) -> list[str]:
-        """Return the targets of links and pictures."""
         return _LINK.findall(self.prose())
 
     def anchors(self) -> set[str]:
@@ -72,7 +69,6 @@ def pages() -> tuple[Page, ...]:
 
 
 def page(name: str) -> Page:
-    """Return one of them."""
     return next(item for item in pages() if item.name == name)
 
 

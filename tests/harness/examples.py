@@ -16,12 +16,7 @@ RANKS_PER_NODE = 2
 
 
 def run(example: str, destroys: int = 1) -> tuple[list[str], str]:
-    """Return the log lines and the output of a rank.
-
-    Args:
-        example: the name of its file.
-        destroys: how many times it destroys its process groups.
-    """
+    """Run an example, which destroys its groups so often; return the log lines and the output of a rank."""
     import torch
 
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)

@@ -39,33 +39,20 @@ CYCLES = 1_500_000  # of a GPU in a millisecond, about
 WITHOUT_TIMER = {"timers": {"throughput": {"enabled": False}}}  # it synchronizes the device in each micro-step
 # Little is gathered ahead, and nothing kept from forward to backward, but what the backward begins with.
 FEW_AT_A_TIME = {"stage3_prefetch_bucket_size": 100, "stage3_max_reuse_distance": 0}
-JOB = Job(
-    sizes=networks.SQUARE,
-    network=networks.Mixture,
-    accumulation=2,
-    empty=False,
-    steps=2,
-    zero={**SMALL, **FEW_AT_A_TIME},
-)
+JOB = Job(networks.SQUARE, network=networks.Mixture, accumulation=2, empty=False, zero=SMALL | FEW_AT_A_TIME)
 
 
 @dataclass(eq=False)
 class Late:
-    """A collective on its way.
+    """A collective on its way."""
 
-    Attributes:
-        name: name of the method of the process group.
-        ranks: ranks of the group.
-        began, ended: in seconds, on the CPU; events on a GPU.
-    """
-
-    name: str
-    ranks: int
+    name: str  # name of the method of the process group
+    ranks: int  # ranks of the group
     wire: "Wire"
     arrive: Callable[[], None] = lambda: None
     tensors: list[Tensor] = field(default_factory=list)  # kept alive until somebody has waited, as NCCL does
-    began: Any = None
-    ended: Any = None
+    began: Any = None  # in seconds, on the CPU
+    ended: Any = None  # events on a GPU
     arrived: bool = False
 
     def wait(self, timeout: Any = None) -> bool:
@@ -74,27 +61,19 @@ class Late:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has arrived."""
         return self.arrived if self.wire.cpu else bool(self.ended.query())
 
 
 @dataclass
 class Wire:
-    """Carries the collectives. See Note [How the wire works].
+    """Carries the collectives. See Note [How the wire works]."""
 
-    Attributes:
-        device: "cpu" or "cuda".
-        prompt: whether results arrive at once.
-        delay: shortest and longest time in milliseconds that a collective takes, on a GPU.
-        keep: whether to keep everything that was sent, to inspect its times.
-        sent: messages, in the order in which they have begun.
-    """
-
-    device: str = "cpu"
-    prompt: bool = False
+    device: str = "cpu"  # "cpu" or "cuda"
+    prompt: bool = False  # whether results arrive at once
+    # Shortest and longest time in milliseconds that a collective takes, on a GPU.
     delay: tuple[float, float] = (1.0, 5.0)
-    keep: bool = False
-    sent: list[Late] = field(default_factory=list)
+    keep: bool = False  # whether to keep everything that was sent, to inspect its times
+    sent: list[Late] = field(default_factory=list)  # messages, in the order in which they have begun
 
     def __post_init__(self) -> None:
         self._random = random.Random(0)
@@ -106,13 +85,7 @@ class Wire:
         return self.device == "cpu"
 
     def send(self, group: Any, name: str, plan: Callable[[], "Plan"]) -> Late:
-        """Start a collective.
-
-        Args:
-            group: process group.
-            name: name of its method.
-            plan: its outputs, inputs, and arithmetic; called when it runs.
-        """
+        """Start a collective; ``plan``, called when it runs, returns its outputs, inputs, and arithmetic."""
         late = Late(name, group.size(), self)
         if self.keep:
             self.sent.append(late)

@@ -22,12 +22,7 @@ for name, code in {pieces!r}.items():
 
 
 def run_in_forks(first: str, pieces: dict[str, str]) -> dict[str, str]:
-    """Run pieces of code, each in a process of its own, and return their outputs.
-
-    Args:
-        first: code that runs once, before the processes are forked.
-        pieces: code by name.
-    """
+    """Run pieces of code, each in a fork of a process that has run ``first``, and return their outputs."""
     program = _PROGRAM.format(first=first, pieces=pieces)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

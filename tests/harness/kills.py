@@ -32,39 +32,23 @@ CALLS = {
     "replace": ("pathlib:Path", "replace"),
     "rmtree": ("shutil", "rmtree"),
 }
-OF_ALL = (
-    "Snapshot.copy_content",
-    "Snapshot.complete_copies",
-    "torch.save",
-    "HostChannel",
-    "HostChannel.exchange",
-)  # the others are of rank 0, which commits
+# The others are of rank 0, which commits.
+OF_ALL = ("Snapshot.copy_content", "Snapshot.complete_copies", "torch.save", "HostChannel", "HostChannel.exchange")
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Time and victim of a kill.
-
-    Attributes:
-        strategy: strategy of the run.
-        same: whether the second save has the tag of the first one.
-        rank: the killed rank.
-        all: whether all other ranks are killed as well.
-        call: the call of ``CALLS`` at which it is killed; empty: ``seconds`` after the start of the save.
-        number: of the call, from 0. A rank that makes no such call is killed after the save.
-        after: whether the call is done first.
-        aside: whether the saves are asynchronous.
-    """
+    """Time and victim of a kill."""
 
     strategy: str
-    same: bool
-    rank: int
-    all: bool = False
-    call: str = ""
-    number: int = 0
-    after: bool = False
+    same: bool  # whether the second save has the tag of the first one
+    rank: int  # the killed rank
+    all: bool = False  # whether all other ranks are killed as well
+    call: str = ""  # the call of ``CALLS`` at which it is killed; empty: ``seconds`` after the start of the save
+    number: int = 0  # of the call, from 0. A rank that makes no such call is killed after the save
+    after: bool = False  # whether the call is done first
     seconds: float = 0.0
-    aside: bool = True
+    aside: bool = True  # whether the saves are asynchronous
 
     def __str__(self) -> str:
         when = f"{'after' if self.after else 'before'} {self.call} {self.number}"
@@ -74,17 +58,11 @@ class Kill:
 
 
 class Found(NamedTuple):
-    """The result of a load after a kill.
+    """The result of a load after a kill."""
 
-    Attributes:
-        which: number of the save that is loaded; -1 if it is none of them, or one that was replaced before.
-        again: differences after a load of the next save.
-        left: hidden names next to the checkpoints after that.
-    """
-
-    which: int
-    again: dict[str, float]
-    left: list[str]
+    which: int  # number of the save that is loaded; -1 if it is none of them, or one that was replaced before
+    again: dict[str, float]  # differences after a load of the next save
+    left: list[str]  # hidden names next to the checkpoints after that
 
 
 def killed_case(folder: str, kill: Kill) -> None:
@@ -162,18 +140,13 @@ def survived_case(folder: str, strategy: str) -> Found:
 
 
 def hidden_names(folder: str) -> list[str]:
-    """Return the hidden names in a folder."""
     return sorted(path.name for path in Path(folder).glob(".*"))
 
 
 def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tuple[int, str]:
     """Kill and load; return the number of the save that was loaded, and the problems.
 
-    Args:
-        pool: pool of ranks.
-        folder: folder of its saves; it is created.
-        kill: time and victim of the kill.
-        hidden: names next to the checkpoints that existed before.
+    ``folder`` is created for the saves; ``hidden`` are names next to the checkpoints that existed before.
     """
     from tests.harness.ranks import RankError
 

@@ -15,16 +15,8 @@ from pathlib import Path
 
 _ORDERING = ("wait_stream", "wait_event", "wait", "record", "record_event", "record_stream", "synchronize")
 # Ours that do.
-_OURS = (
-    "drain",
-    "finish",
-    "complete",
-    "wait_for_current",
-    "wait_for_updates",
-    "finish_buckets",
-    "complete_before_exit",
-)
-
+_OURS = {"drain", "finish", "complete", "finish_buckets", "complete_before_exit"}
+_OURS |= {"wait_for_current", "wait_for_updates"}
 
 Site = tuple[str, int, int]  # a file, and the first and last line of a call in it
 
@@ -56,7 +48,7 @@ def _ordering_calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Cal
         if (
             isinstance(child, ast.Call)
             and isinstance(child.func, ast.Attribute)
-            and child.func.attr in _ORDERING + _OURS
+            and child.func.attr in (*_ORDERING, *_OURS)
         ):
             yield function, child, child.func.attr
         yield from _ordering_calls(child, function)

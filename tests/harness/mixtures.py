@@ -29,8 +29,6 @@ def job_of(network: Any, **more: Any) -> Job:
 
 
 class Expert(nn.Module):
-    """Three small linear layers."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.gate = nn.Linear(width, width + 3), nn.Linear(width, width + 3, bias=False)
@@ -38,7 +36,6 @@ class Expert(nn.Module):
         self.activation = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gated."""
         out: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
         return out
 
@@ -52,7 +49,6 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(Expert(width) for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the experts, weighted."""
         weights, out = torch.softmax(self.router(x), -1), torch.zeros_like(x)
         left_out = self.left_out(weights)
         for number, expert in enumerate(self.experts):
@@ -65,7 +61,6 @@ class MixtureOfExperts(nn.Module):
         return -1
 
     def apply_expert(self, expert: nn.Module, x: Tensor) -> Any:
-        """Return the output of an expert."""
         return expert(x)
 
 
@@ -98,14 +93,11 @@ class Mixer(nn.Module):
         self.norm, self.first, self.second = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Two linear layers."""
         out: Tensor = self.second(torch.tanh(self.first(self.norm(x))))
         return out
 
 
 class Layer(nn.Module):
-    """A mixer and a mixture."""
-
     def __init__(self, mixture: nn.Module, outputs: int = 1) -> None:
         super().__init__()
         self.mixer, self.mixture = Mixer(WIDTH), mixture
@@ -126,7 +118,6 @@ class Stem(nn.Module):
         self.embedding, self.project = nn.Embedding(TOKENS, width), nn.Linear(width, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up and project."""
         out: Tensor = self.project(self.embedding(tokens))
         return out
 
@@ -156,7 +147,6 @@ class Mixtures(nn.Module):
             self.stem.requires_grad_(False)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply stem, layers and head."""
         x = self.embed(x)
         for _ in range(self.loops):
             for layer in self.layers:
@@ -169,7 +159,6 @@ class Mixtures(nn.Module):
         return out
 
     def end(self, x: Tensor) -> Tensor:
-        """Apply the head."""
         out: Tensor = self.out(self.head(x))
         return out
 
@@ -253,7 +242,6 @@ class Pair(nn.Module):
         self.parts = nn.ModuleList([nn.ModuleList([Mixer(WIDTH), nn.LayerNorm(WIDTH)]), nn.ModuleList([Mixer(WIDTH)])])
 
     def forward(self, x: Tensor) -> Tensor:
-        """One after the other."""
         for part in self.parts:
             for module in part:  # type: ignore[union-attr]
                 x = x + module(x)
@@ -264,10 +252,7 @@ Nested = variant("Nested", layer=Pair)  # layers of lists of lists
 
 
 class CollectingLayer(Layer):
-    """See ``Collecting``."""
-
     def forward(self, x: Tensor, other: Tensor, seen: list[Tensor]) -> Any:  # type: ignore[override]
-        """Return the layer's output."""
         out = super().forward(x + other if dist.get_rank() == 0 else x)
         seen.append(out.square().mean())
         return out

@@ -26,7 +26,6 @@ class Shared(Network):
         self.layers[2].weight = self.layers[1].weight
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers, layer 1 twice."""
         for layer in (self.layers[i] for i in (0, 1, 2, 1, 3)):
             x = torch.tanh(layer(x))
         return x
@@ -53,7 +52,6 @@ class Borrower(nn.Module):
             deepspeed.zero.register_external_parameter(self, lender.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the weight."""
         return nn.functional.linear(x, self.lenders[0].weight)
 
 
@@ -83,7 +81,6 @@ class Mixture(Network):
         deepspeed.utils.set_z3_leaf_modules(self, [Experts])
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers, with the experts in between."""
         for i in range(len(self.layers)):
             x = self.apply_layer(i, x, skipped)
             if i == 1:
@@ -105,7 +102,6 @@ class Tangled(Network):
         self.borrowers = nn.ModuleList([Borrower(self.layers[1], False), Borrower(self.layers[2], True)])
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply layers and borrowers to sequences."""
         self.calls += 1
         length = 1 + (dist.get_rank() + self.calls) % 4
         x = x.unsqueeze(1) / torch.arange(1, 1 + length, dtype=x.dtype, device=x.device).view(1, -1, 1)
@@ -126,7 +122,6 @@ class Wandering(Network):
     paths: tuple[tuple[int, ...], ...] = ((1, 2), (2, 1), (2,), (1, 2, 1))
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers in this call's order."""
         for i in (0, *self.order(), len(self.layers) - 1):
             x = torch.tanh(self.layers[i](x))
         return x
@@ -146,7 +141,6 @@ class Returning(Wandering):
     paths = ((2, 1, 2), (1, 2), (2,), (1, 2))
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers in this call's order."""
         for i in (0, *self.order(), len(self.layers) - 1):
             x = torch.tanh(torch.utils.checkpoint.checkpoint(self.layers[i], x, use_reentrant=bool(i)))
         return x
@@ -165,7 +159,6 @@ class ReorderingMixtures(Wandering):
         deepspeed.utils.set_z3_leaf_modules(self, [Experts])
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """The layers, one after each mixture, in this call's order."""
         x = torch.tanh(self.layers[0](x))
         turned = dist.get_rank() < dist.get_world_size() // 2 and self.calls % 2
         mixtures = list(self.mixtures)
@@ -204,7 +197,6 @@ class Routed(Network):
                     param.mul_(1 + number / 3 + (dist.get_rank() % self.ep_size) / 7)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers, with the experts after the first one."""
         x = torch.tanh(self.layers[0](x)).abs() + 0.1
         if 1 not in skipped:
             x = x + self.mixture(x)[0]
@@ -240,7 +232,6 @@ class Matrices(Network):
         self.back = nn.Linear(7 + 12 + 4, width)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers, with the others after the first one."""
         x = torch.tanh(self.layers[0](x))
         image = x[:, :12].reshape(-1, 3, 2, 2)
         convolved = nn.functional.conv2d(image, self.kernel.view(4, 3, 2, 2)).flatten(1)

@@ -89,16 +89,8 @@ def parse_resources(source: str, said: str) -> Iterator[Taken]:
         names = _NAME.findall(symbol)
         assert memory and used and names, f"ptxas says of {symbol} something else than expected: {text[:500]}"
         stack, stored, loaded = map(int, memory.groups())
-        yield Taken(
-            source,
-            names[-1],
-            symbol,
-            int(architecture.rstrip("af")),
-            int(used[1]),
-            int(shared[1]) if shared else 0,
-            stack,
-            stored + loaded,
-        )
+        own = int(used[1]), int(shared[1]) if shared else 0, stack, stored + loaded
+        yield Taken(source, names[-1], symbol, int(architecture.rstrip("af")), *own)
 
 
 def knows(capability: str) -> bool:
@@ -109,7 +101,6 @@ def knows(capability: str) -> bool:
 
 
 def version() -> str:
-    """Return nvcc's version: 13.0."""
     assert NVCC is not None
     answer = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"release ([\d.]+)", answer)

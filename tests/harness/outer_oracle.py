@@ -20,19 +20,12 @@ DEFAULTS = {"steps": 30, "lr": 0.7, "momentum": 0.9, "nesterov": True, "warmup_s
 
 
 class Apart(NamedTuple):
-    """A run with an outer optimizer.
+    """A run with an outer optimizer."""
 
-    Attributes:
-        losses: losses of this rank.
-        weights: weights of this rank's group, 1D, all parameters.
-        anchors: the result of the last outer step, 1D, all trained parameters; of this rank's slice in ours.
-        measures: those of each outer step that the monitor gets.
-    """
-
-    losses: list[float]
-    weights: Tensor
-    anchors: Tensor
-    measures: list[dict[str, float]]
+    losses: list[float]  # losses of this rank
+    weights: Tensor  # weights of this rank's group, 1D, all parameters
+    anchors: Tensor  # the result of the last outer step, 1D, all trained parameters; of this rank's slice in ours
+    measures: list[dict[str, float]]  # those of each outer step that the monitor gets
 
 
 def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence[Tensor] | None = None) -> Apart:
@@ -109,7 +102,6 @@ def _copy(job: Job) -> tuple[Network, torch.optim.Optimizer]:
 
 
 def training_batches(job: Job, rank: int) -> Any:
-    """The micro-batches of a rank."""
     generator = torch.Generator().manual_seed(1000 + rank)
     while True:
         yield tuple(torch.randn(2, size, generator=generator) for size in (job.sizes[0], job.sizes[-1]))
@@ -127,23 +119,14 @@ def _backward(model: Network, job: Job, step: int, batches: Sequence[Any], ranks
 
 
 class Found(NamedTuple):
-    """The comparison of our run with the oracle.
-
-    Attributes:
-        strategy: the name of the strategy.
-        weights: largest difference of the group's weights, relative to the largest weight.
-        losses: largest difference.
-        measures: largest difference of the measures of outer steps, relative to the norm of the outer gradient.
-        anchors: whether they are the same bits in all groups.
-        together: whether all ranks of a group have the same bits of parameters.
-    """
+    """The comparison of our run with the oracle."""
 
     strategy: str
-    weights: float
-    losses: float
-    measures: float
-    anchors: bool
-    together: bool
+    weights: float  # largest difference of the group's weights, relative to the largest weight
+    losses: float  # largest difference
+    measures: float  # largest difference of an outer step's measures, relative to the norm of the outer gradient
+    anchors: bool  # whether they are the same bits in all groups
+    together: bool  # whether all ranks of a group have the same bits of parameters
 
 
 def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: int) -> list[Found]:

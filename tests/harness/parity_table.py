@@ -30,84 +30,72 @@ BOUNDS["fp16"] = {"weights": 1e-3, "losses": 1e-3, "norms": 2e-3}
 FEW = {"norms": 2e-2}  # of few elements, rounding does not average out: stages 1 and 2 of stock differ by 1e-2
 
 
-def key(name: str, why: str, default: str, **values: dict[str, Any]) -> Option:
+def key(name: str, default: str, **values: dict[str, Any]) -> Option:
     """Return an option with a default that changes nothing, and other values that change keys of zero_optimization."""
-    return Option(name, why, {default: {}, **{value: {"zero": keys} for value, keys in values.items()}})
+    return Option(name, {default: {}, **{value: {"zero": keys} for value, keys in values.items()}})
 
 
 DTYPES = ("fp32", "bf16", "autocast", "fp16")
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 COMMON = (
+    # Several groups of several ranks, three, one of all, and one for each rank.
     Option(
         "shape",
-        "several groups of several ranks, three, one of all, and one for each rank",
         {
             f"{world}in{group}": {"world": world, "group": group}
             for world, group in ((4, 2), (4, 4), (4, 1), (6, 3), (6, 2))
         },
     ),
-    Option("accumulation", "micro-steps", {f"x{number}": {"accumulation": number} for number in (1, 2, 3)}),
+    Option("accumulation", {f"x{number}": {"accumulation": number} for number in (1, 2, 3)}),  # micro-steps
+    # Nothing divides; and fewer elements than ranks.
     Option(
         "sizes",
-        "nothing divides; and fewer elements than ranks",
         {
             "square": {"sizes": (13, 29, 29, 29, 7)},
             "tiny": {"sizes": (3, 1, 1, 1, 2)},
             "wide": {"sizes": (41, 17, 17, 17, 1)},
         },
     ),
-    Option(
-        "dtype",
-        "of parameters, and of what is computed with them",
-        {name: {"dtype": name} if name != "autocast" else {"config": AUTOCAST} for name in DTYPES},
-    ),
-    Option(
-        "sums",
-        "dtype of sums of gradients",
-        {"sums": {}, "fp32sums": {"config": {"data_types": {"grad_accum_dtype": "fp32"}}}},
-    ),
-    Option("wire", "dtype of messages", {"wire": {}, "fp32wire": {"config": {"communication_data_type": "fp32"}}}),
-    Option("optimizer", "with other states", {"SGD": {}, "Adam": {"optimizer": "Adam"}}),
-    Option("groups", "parameter groups", {"group": {}, "2groups": {"groups": 2}}),
-    Option("clipping", "by the norm, or not", {"clipped": {}, "unclipped": {"clipping": 0.0}}),
-    Option("frozen", "layers", {"trained": {}, "fewtrained": {"frozen": (0, 1, 2)}, "frozen": {"frozen": (1,)}}),
-    Option("skipped", "layers that rest in micro-steps or steps", {"used": {}, "skipped": {"skipped": True}}),
-    Option("overflow", "on one rank", {"finite": {}, "overflow": {"overflow": True}}),
-    key("overlap", "reduction beside the backward", "waits", overlap={"overlap_comm": True}),
-    key("contiguous", "gradients in one buffer", "contiguous", scattered={"contiguous_gradients": False}),
+    # The dtype of parameters, and of what is computed with them.
+    Option("dtype", {name: {"dtype": name} if name != "autocast" else {"config": AUTOCAST} for name in DTYPES}),
+    # Dtype of sums of gradients.
+    Option("sums", {"sums": {}, "fp32sums": {"config": {"data_types": {"grad_accum_dtype": "fp32"}}}}),
+    Option("wire", {"wire": {}, "fp32wire": {"config": {"communication_data_type": "fp32"}}}),  # dtype of messages
+    Option("optimizer", {"SGD": {}, "Adam": {"optimizer": "Adam"}}),  # with other states
+    Option("groups", {"group": {}, "2groups": {"groups": 2}}),  # parameter groups
+    Option("clipping", {"clipped": {}, "unclipped": {"clipping": 0.0}}),  # by the norm, or not
+    Option("frozen", {"trained": {}, "fewtrained": {"frozen": (0, 1, 2)}, "frozen": {"frozen": (1,)}}),  # layers
+    Option("skipped", {"used": {}, "skipped": {"skipped": True}}),  # layers that rest in micro-steps or steps
+    Option("overflow", {"finite": {}, "overflow": {"overflow": True}}),  # on one rank
+    key("overlap", "waits", overlap={"overlap_comm": True}),  # reduction beside the backward
+    key("contiguous", "contiguous", scattered={"contiguous_gradients": False}),  # gradients in one buffer
+    # Several buckets, or one.
     Option(
         "buckets",
-        "several, or one",
         {
             "buckets": {"zero": {"reduce_bucket_size": 600, "allgather_bucket_size": 600}},
             "1bucket": {"zero": {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}},
         },
     ),
-    key("scatter", "how buckets are reduced", "reducescatter", allreduce={"reduce_scatter": False}),
+    key("scatter", "reducescatter", allreduce={"reduce_scatter": False}),  # how buckets are reduced
+    # When gradients are divided.
     Option(
         "scaling",
-        "when gradients are divided",
         {
             "after": {},
             "prescale": {"config": {"prescale_gradients": True}},
             "predivide": {"config": {"gradient_predivide_factor": 2.0}},
         },
     ),
-    Option(
-        "boundary",
-        "who says that a step is complete",
-        {"engine": {}, "user": {"boundary": "user"}, "step": {"boundary": "step"}},
-    ),
-    Option("coalesced", "reduction once behind all micro-steps", {"each": {}, "coalesced": {"boundary": "coalesce"}}),
-    Option("backward", "whose", {"backward": {}, "lossbackward": {"backward": "loss"}}),
-    Option(
-        "recomputed",
-        "activations",
-        {"kept": {}, "recomputed": {"checkpointing": False}, "reentrant": {"checkpointing": True}},
-    ),
+    # Who says that a step is complete.
+    Option("boundary", {"engine": {}, "user": {"boundary": "user"}, "step": {"boundary": "step"}}),
+    Option("coalesced", {"each": {}, "coalesced": {"boundary": "coalesce"}}),  # reduction once behind all micro-steps
+    Option("backward", {"backward": {}, "lossbackward": {"backward": "loss"}}),  # whose
+    # Activations.
+    Option("recomputed", {"kept": {}, "recomputed": {"checkpointing": False}, "reentrant": {"checkpointing": True}}),
+    # States of the optimizer on the host.
     Option(
         "offload",
-        "of the optimizer",
         {
             "device": {},
             "host": {
@@ -116,73 +104,61 @@ COMMON = (
             },
         },
     ),
-    Option(
-        "memory", "messages as on nccl, and memory that is NaN until it is written", {"gloo": {}, "nan": {"nan": True}}
-    ),
+    # Messages as on nccl, and memory that is NaN until it is written.
+    Option("memory", {"gloo": {}, "nan": {"nan": True}}),
 )
 OF_REPLICATED = (
-    Option("operation", "of gradients", {"mean": {}, "sum": {"config": {"gradient_allreduce_op": "sum"}}}),
-    Option(
-        "network", "shared weights, and weights of other modules", {"plainnet": {}, "tangled": {"network": "Tangled"}}
-    ),
-    Option("sync", "of micro-steps before the last", {"sync": {}, "nosync": {"no_sync": True}}),
-    key("order", "of parameters in shards", "inorder", roundrobin={"round_robin_gradients": True}),
-    key("alignment", "of parameters in shards", "packed", aligned={"parameter_alignment": True}),
-    key("updates", "under the next forward", "gathered", overlapped={"paro_overlap_updates": True}),
+    Option("operation", {"mean": {}, "sum": {"config": {"gradient_allreduce_op": "sum"}}}),  # of gradients
+    # Shared weights, and weights of other modules.
+    Option("network", {"plainnet": {}, "tangled": {"network": "Tangled"}}),
+    Option("sync", {"sync": {}, "nosync": {"no_sync": True}}),  # of micro-steps before the last
+    key("order", "inorder", roundrobin={"round_robin_gradients": True}),  # of parameters in shards
+    key("alignment", "packed", aligned={"parameter_alignment": True}),  # of parameters in shards
+    key("updates", "gathered", overlapped={"paro_overlap_updates": True}),  # under the next forward
 )
 OF_PARTITIONED = (
+    # Shared weights, and weights of other modules; experts of which each rank uses others.
     Option(
         "network",
-        "shared weights, and weights of other modules; experts of which each rank uses others",
         {"plainnet": {}, "tangled": {"network": "Tangled"}, "mixture": {"network": "Mixture", "empty": False}},
     ),
+    # Parameters that stay gathered.
     Option(
         "persistent",
-        "parameters that stay gathered",
         {
             name: {"zero": {"stage3_param_persistence_threshold": size}}
             for name, size in (("none", 0), ("some", 100), ("all", 10**6))
         },
     ),
+    # Sub-groups of the optimizer.
     Option(
-        "subgroups",
-        "of the optimizer",
-        {"subgroups": {"zero": {"sub_group_size": 300}}, "1subgroup": {"zero": {"sub_group_size": 10**9}}},
+        "subgroups", {"subgroups": {"zero": {"sub_group_size": 300}}, "1subgroup": {"zero": {"sub_group_size": 10**9}}}
     ),
+    # Prefetch of parameters: as configured, none, or short.
     key(
         "prefetch",
-        "of parameters",
         "prefetch",
         noprefetch={"stage3_prefetch_bucket_size": 0},
         shortprefetch={"stage3_prefetch_bucket_size": 400},
     ),
-    key("live", "parameters at most", "live", notlive={"stage3_max_live_parameters": 1}),
-    key("reuse", "of gathered parameters", "reuse", noreuse={"stage3_max_reuse_distance": 0}),
-    key("gathers", "of modules", "together", sequential={"stage3_allgather_sequential": True}),
-    key("leaf", "a module that is gathered whole", "noleaf", leaf={"leaf_module": {"names": ["layers.1"]}}),
-    key("parameters", "where they are held", "held", hostparameters={"offload_param": {"device": "cpu"}}),
+    key("live", "live", notlive={"stage3_max_live_parameters": 1}),  # parameters at most
+    key("reuse", "reuse", noreuse={"stage3_max_reuse_distance": 0}),  # of gathered parameters
+    key("gathers", "together", sequential={"stage3_allgather_sequential": True}),  # of modules
+    key("leaf", "noleaf", leaf={"leaf_module": {"names": ["layers.1"]}}),  # a module that is gathered whole
+    key("parameters", "held", hostparameters={"offload_param": {"device": "cpu"}}),  # where they are held
 )
 
 EXCLUDED = (
-    Excluded(
-        "only fp16 has a loss scale, and looks for overflows",
-        {"overflow": ("overflow",), "dtype": ("fp32", "bf16", "autocast")},
-    ),
-    Excluded(
-        "DeepSpeed scales before it reduces with all-reduces only",
-        {"scaling": ("prescale", "predivide"), "scatter": ("reducescatter",)},
-    ),
-    Excluded(
-        "coalesce_grad_reduction has one micro-step an engine's step",
-        {"coalesced": ("coalesced",), "boundary": ("user", "step")},
-    ),
-    Excluded(
-        "reentrant checkpointing needs inputs with gradients",
-        {"recomputed": ("reentrant",), "frozen": ("fewtrained",)},
-    ),
-    Excluded(
-        "stages 1 and 2 refuse two backwards to one weight", {"recomputed": ("reentrant",), "network": ("tangled",)}
-    ),
+    # Only fp16 has a loss scale, and looks for overflows.
+    Excluded({"overflow": ("overflow",), "dtype": ("fp32", "bf16", "autocast")}),
+    # DeepSpeed scales before it reduces with all-reduces only
+    Excluded({"scaling": ("prescale", "predivide"), "scatter": ("reducescatter",)}),
+    # coalesce_grad_reduction has one micro-step an engine's step.
+    Excluded({"coalesced": ("coalesced",), "boundary": ("user", "step")}),
+    # Reentrant checkpointing needs inputs with gradients.
+    Excluded({"recomputed": ("reentrant",), "frozen": ("fewtrained",)}),
+    # Stages 1 and 2 refuse two backwards to one weight.
+    Excluded({"recomputed": ("reentrant",), "network": ("tangled",)}),
 )
 WHOLE_GRADIENTS, SHARDED_GRADIENTS = REPLICATED[:3], REPLICATED[3:]
 TABLES = {
@@ -190,33 +166,26 @@ TABLES = {
         (*COMMON, *OF_REPLICATED),
         (
             *EXCLUDED,
-            Excluded("where gradients are sharded, no_sync is refused", {"sync": ("nosync",)}, SHARDED_GRADIENTS),
-            Excluded("no_sync leaves the counting to its caller", {"sync": ("nosync",), "boundary": ("user", "step")}),
-            Excluded(
-                "no_sync and coalesce_grad_reduction are two", {"sync": ("nosync",), "coalesced": ("coalesced",)}
-            ),
-            Excluded("no_sync is refused beside overlap_comm", {"sync": ("nosync",), "overlap": ("overlap",)}),
-            Excluded("stage 1 refuses it", {"overlap": ("overlap",), "boundary": ("step",)}, WHOLE_GRADIENTS),
+            Excluded({"sync": ("nosync",)}, SHARDED_GRADIENTS),  # where gradients are sharded, no_sync is refused
+            Excluded({"sync": ("nosync",), "boundary": ("user", "step")}),  # no_sync leaves the counting to its caller
+            # no_sync and coalesce_grad_reduction are two.
+            Excluded({"sync": ("nosync",), "coalesced": ("coalesced",)}),
+            Excluded({"sync": ("nosync",), "overlap": ("overlap",)}),  # no_sync is refused beside overlap_comm
+            Excluded({"overlap": ("overlap",), "boundary": ("step",)}, WHOLE_GRADIENTS),  # stage 1 refuses it
         ),
     ),
     "I, G": Table(
         (*COMMON, *OF_PARTITIONED),
         (
             *EXCLUDED,
-            Excluded(
-                "only stage 3 trains experts that some ranks leave out, and leaves old gradients",
-                {"network": ("mixture",), "skipped": ("skipped",)},
-            ),
-            Excluded(
-                "stage 3 does not gather a leaf module whose inputs need no gradients",
-                {"network": ("mixture",), "frozen": ("fewtrained",)},
-            ),
-            Excluded(
-                "stage 3 keeps gradients divided", {"network": ("mixture",), "scaling": ("prescale", "predivide")}
-            ),
-            Excluded(
-                "stage 3 has other gradients of leaf modules", {"network": ("mixture",), "coalesced": ("coalesced",)}
-            ),
+            # Only stage 3 trains experts that some ranks leave out, and leaves old gradients.
+            Excluded({"network": ("mixture",), "skipped": ("skipped",)}),
+            # Stage 3 does not gather a leaf module whose inputs need no gradients.
+            Excluded({"network": ("mixture",), "frozen": ("fewtrained",)}),
+            # Stage 3 keeps gradients divided.
+            Excluded({"network": ("mixture",), "scaling": ("prescale", "predivide")}),
+            # Stage 3 has other gradients of leaf modules.
+            Excluded({"network": ("mixture",), "coalesced": ("coalesced",)}),
         ),
     ),
 }
@@ -280,7 +249,6 @@ def row_name(kind: str, row: Row) -> str:
 
 
 def named_row(kind: str, name: str) -> Row:
-    """Return the row of a name."""
     options = {value: option.name for option in TABLES[kind].options for value in option.values}
     return TABLES[kind].row({options[value]: value for value in name.split("-") if name != "defaults"})
 
@@ -300,7 +268,6 @@ def cases(tier: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def write_rows() -> None:
-    """Compute the rows, and write them to the file."""
     tiers = {"first": (2, {"N": "1", "I, G": "10"}), "deep": (3, {"N": "", "I, G": ""})}  # salts that give few rows
     results = {
         tier: {

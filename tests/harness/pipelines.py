@@ -28,41 +28,27 @@ VOCABULARY, WIDTH, ROWS, LENGTH = 23, 13, 2, 3
 
 @dataclass(frozen=True)
 class Pipe:
-    """A training of a pipeline.
+    """A training of a pipeline."""
 
-    Attributes:
-        stages: stages of the pipeline.
-        micro_batches: in each step.
-        widths: widths of the middle layers, in which each adds to its input.
-        tied: whether embedding and head share a weight.
-        frozen: layers, by number, without gradients.
-        groups: parameter groups: matrices and the rest.
-        two: number of a layer after which two tensors are sent from stage to stage.
-        experts: into how many ranks the experts of mixtures are divided; 0 for no mixtures.
-        mixtures: numbers of the middle layers behind which they are, in rising order.
-        method: how layers are dealt to stages.
-        checkpointing: interval of activation checkpointing; negative for the non-reentrant kind. The reentrant kind
-            leaves out the embedding, since DeepSpeed's has no gradients of it with any ZeRO.
-        overflow: (step, rank): where the loss becomes infinite.
-        zero, config: further keys of ``zero_optimization`` and of the configuration.
-    """
-
-    stages: int = 2
-    micro_batches: int = 3
+    stages: int = 2  # stages of the pipeline
+    micro_batches: int = 3  # in each step
     steps: int = 3
-    widths: Sequence[int] = (29, 7, 17, 11)
-    tied: bool = True
-    frozen: Sequence[int] = ()
-    groups: int = 1
-    two: int | None = None
-    experts: int = 0
-    mixtures: Sequence[int] = (1, 3)
-    method: str = "uniform"
+    widths: Sequence[int] = (29, 7, 17, 11)  # widths of the middle layers, in which each adds to its input
+    tied: bool = True  # whether embedding and head share a weight
+    frozen: Sequence[int] = ()  # layers, by number, without gradients
+    groups: int = 1  # parameter groups: matrices and the rest
+    two: int | None = None  # number of a layer after which two tensors are sent from stage to stage
+    experts: int = 0  # into how many ranks the experts of mixtures are divided; 0 for no mixtures
+    mixtures: Sequence[int] = (1, 3)  # numbers of the middle layers behind which they are, in rising order
+    method: str = "uniform"  # how layers are dealt to stages
+    # Interval of activation checkpointing; negative for the non-reentrant kind. The reentrant kind leaves out the
+    # embedding, since DeepSpeed's has no gradients of it with any ZeRO.
     checkpointing: int = 0
     dtype: str = "fp32"
     optimizer: str = "SGD"
     clipping: float = 0.5
-    overflow: Sequence[tuple[int, int]] = ()
+    overflow: Sequence[tuple[int, int]] = ()  # (step, rank): where the loss becomes infinite
+    # zero, config: further keys of ``zero_optimization`` and of the configuration.
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -145,7 +131,6 @@ def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def layers_of(pipe: Pipe) -> list[Any]:
-    """Of a PipelineModule."""
     middles = [
         LayerSpec(Middle, i, width, frozen=i in pipe.frozen, two=i == pipe.two)
         for i, width in enumerate(pipe.widths, start=1)
@@ -191,7 +176,6 @@ class Whole(nn.Module):
 
 
 def configuration(pipe: Pipe, zero: dict[str, Any]) -> dict[str, Any]:
-    """The ds_config."""
     learning: dict[str, Any] = {"lr": 0.5, "momentum": 0.9}
     if pipe.optimizer == "Muon":
         learning = {"lr": 2e-2, "adam_lr": 1e-2, "eps": 1e-3, "torch_adam": True}
@@ -226,7 +210,6 @@ def groups_of(parameters: Sequence[nn.Parameter], count: int) -> list[dict[str, 
 
 
 def make_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Any:
-    """The engine of a pipeline."""
     if pipe.dtype == "fp16":
         get_accelerator().is_fp16_supported = lambda: True
     if pipe.optimizer == "Muon":
@@ -362,7 +345,6 @@ class Apart(NamedTuple):
 
 
 def apart(name: str, one: Trained, other: Trained) -> Apart:
-    """Compare."""
     assert one.weights.keys() == other.weights.keys(), (one.weights.keys(), other.weights.keys())
     largest = max(float(w.abs().max()) for w in other.weights.values())
     weights = max(float((one.weights[k] - other.weights[k]).abs().max()) for k in other.weights) / largest

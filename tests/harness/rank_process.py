@@ -76,7 +76,6 @@ _OBJECTS = (
     "deepspeed.accelerator.real_accelerator:ds_accelerator",
 )
 
-
 _caches_of_imports: list[Any] = []  # see ``_function_caches``
 
 

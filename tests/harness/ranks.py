@@ -26,7 +26,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -40,6 +39,7 @@ from unittest import mock
 
 import pytest
 
+from scripts.emulation.launching import free_port
 from tests.harness import recorder
 from tests.harness.rank_process import Finished, Raised, RankSlot, serve
 
@@ -110,12 +110,7 @@ class _Rank:
 
 
 class Ranks:
-    """The first ranks of a pool, which run functions together over gloo.
-
-    Args:
-        pool: the pool with their processes.
-        world_size: number of ranks.
-    """
+    """The first ranks of a pool, which run functions together over gloo."""
 
     def __init__(self, pool: "RankPool", world_size: int) -> None:
         self.world_size = world_size
@@ -238,7 +233,8 @@ class RankPool:
     def first(self, world_size: int) -> list[_Rank]:
         """Return the first ranks, and start those that are missing."""
         if self._workdir is None:
-            self._workdir, self._port = Path(tempfile.mkdtemp(prefix="ranks-")), _free_port()
+            # For code that reads MASTER_PORT. Ranks meet over a file, so no other process can take the port from them.
+            self._workdir, self._port = Path(tempfile.mkdtemp(prefix="ranks-")), free_port()
         while len(self._ranks) < world_size:
             self._ranks.append(self._start(RankSlot(len(self._ranks), self._port, self._workdir)))
         return self._ranks[:world_size]
@@ -292,15 +288,6 @@ def _all_are(wanted: type, answers: Iterable[_Answer]) -> bool:
 
 def _all_skip(answers: Iterable[_Answer]) -> bool:
     return all(isinstance(answer, Raised) and answer.type == _SKIPPED for answer in answers)
-
-
-def _free_port() -> int:
-    """A port for code that reads MASTER_PORT. The ranks meet over a file, so no other process can take it from
-    them."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 # ---- once per session, in the process that runs pytest

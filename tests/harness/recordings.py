@@ -119,7 +119,6 @@ def load(folder: Path = FOLDER) -> Recording | None:
 
 
 def git(*arguments: str, index: Path | None = None) -> str:
-    """Return the output of git."""
     environment = os.environ | ({"GIT_INDEX_FILE": str(index)} if index else {})
     done = subprocess.run(["git", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:

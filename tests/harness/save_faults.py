@@ -70,25 +70,15 @@ def leftovers(base: str | Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in the second of three saves.
-
-    Attributes:
-        strategy: strategy of the run.
-        kind: kind of the save: ``"at once"``, ``"aside"`` or ``"in memory"``.
-        same: whether the second save has the tag of the first one.
-        rank: the rank of the fault.
-        call: the call of ``CALLS`` that raises.
-        number: number of the call, from 0.
-        error: the error, by its index in ``ERRORS``; None to sleep for longer than a collective may wait.
-    """
+    """A fault in the second of three saves."""
 
     strategy: str
-    kind: str
-    same: bool
-    rank: int
-    call: str
-    number: int
-    error: int | None
+    kind: str  # kind of the save: ``"at once"``, ``"aside"`` or ``"in memory"``
+    same: bool  # whether the second save has the tag of the first one
+    rank: int  # the rank of the fault
+    call: str  # the call of ``CALLS`` that raises
+    number: int  # number of the call, from 0
+    error: int | None  # the error, by its index in ``ERRORS``; None to sleep for longer than a collective may wait
 
     def __str__(self) -> str:
         case = f"{SLOW:g} s" if self.error is None else repr(ERRORS[self.error])
@@ -97,19 +87,12 @@ class Fault:
 
 
 class Outcome(NamedTuple):
-    """Outcome of a fault on one rank.
+    """Outcome of a fault on one rank."""
 
-    Attributes:
-        fired: whether the call was made.
-        error: error of the save with the fault.
-        loaded: number of the save that a load restores after it, 0 or 1; -1 if neither.
-        again: error of the third save, or differences after its load.
-    """
-
-    fired: bool
-    error: str
-    loaded: int
-    again: str
+    fired: bool  # whether the call was made
+    error: str  # error of the save with the fault
+    loaded: int  # number of the save that a load restores after it, 0 or 1; -1 if neither
+    again: str  # error of the third save, or differences after its load
 
 
 def fault_case(base: str, fault: Fault) -> Outcome:
@@ -174,7 +157,6 @@ class Run:
         return snapshots.snapshot(self.engine, self.model, self.job)
 
     def step(self) -> dict[str, Any]:
-        """Take a step, and return all states after it."""
         from tests.harness import snapshots
 
         snapshots.run(self.engine, self.job, snapshots.steps_of(self.job, 1, self._steps))
@@ -239,7 +221,6 @@ def _limit_collectives(base: str) -> None:
 
 
 def draw(chance: random.Random) -> Fault:
-    """Draw a fault."""
     slow = chance.random() < 0.1
     call = "torch.save" if slow else chance.choice(("torch.save", *sorted(CALLS)))
     return Fault(

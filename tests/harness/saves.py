@@ -75,29 +75,16 @@ def late_copies(seconds: float = LATE) -> Iterator[None]:
 
 
 class Twins(NamedTuple):
-    """The comparison of two runs.
+    """The comparison of two runs."""
 
-    Attributes:
-        different: tags of which files differ.
-        files: how many there are.
-        same: whether all losses and errors are equal.
-        raised: errors of the run with asynchronous saves.
-    """
-
-    different: list[str]
-    files: int
-    same: bool
-    raised: list[str]
+    different: list[str]  # tags of which files differ
+    files: int  # how many there are
+    same: bool  # whether all losses and errors are equal
+    raised: list[str]  # errors of the run with asynchronous saves
 
 
 class Run:
-    """A run that saves.
-
-    Args:
-        engine, model: the engine, and the model that it trains.
-        job: the training.
-        folder: folder of its checkpoints.
-    """
+    """A training that saves its checkpoints in a folder."""
 
     def __init__(self, engine: Any, model: nn.Module, job: Any, folder: str) -> None:
         self.engine, self.model, self.job, self.folder = engine, model, job, folder
@@ -124,12 +111,10 @@ class Run:
             self.raised.append(message.replace(self.folder, ""))
 
     def micro_step(self) -> None:
-        """Forward and backward."""
         number = next(self._numbers)
         self.losses.append(training.micro_step(self.engine, self.job, number, *next(self._data)))
 
     def step(self) -> None:
-        """Run all micro-steps, and a step."""
         coalesced = self.job.boundary == "coalesce"
         with self.engine.coalesce_grad_reduction() if coalesced else nullcontext():
             for remaining in reversed(range(self.job.accumulation)):
@@ -156,14 +141,8 @@ class Run:
         self.micro_step()
         self.save("after a backward")
         self.engine.step()
-        for change in (
-            self.set_weights,
-            self.set_states,
-            self.set_local_weights,
-            self.set_local_states,
-            self.edit,
-            self.refresh,
-        ):
+        sets = (self.set_weights, self.set_states, self.set_local_weights, self.set_local_states)
+        for change in (*sets, self.edit, self.refresh):
             self.save(f"before {change.__name__}")
             change()
         self.around_a_load()
@@ -242,7 +221,6 @@ class PipelineRun(Run):
         self._batches = pipelines.batches(engine.grid.get_data_parallel_rank())
 
     def step(self) -> None:
-        """Run a step."""
         self.losses.append(float(self.engine.train_batch(self._batches)))
 
     def everything(self) -> None:
@@ -261,13 +239,7 @@ _AS_JOB = {False: training.Job(optimizer="Adam"), True: training.Job(optimizer="
 
 
 def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes] = Path.read_bytes) -> Twins:
-    """Run twice, and compare.
-
-    Args:
-        folder: folder of all checkpoints.
-        make: makes a run that saves into a folder.
-        read: returns the part of a file that is compared.
-    """
+    """Make and run two runs that save into a folder, and compare the part of each file that ``read`` returns."""
     runs = []
     # Differs between calls, because channels with one number would share keys of the store.
     number = zlib.crc32(folder.encode())
@@ -288,14 +260,9 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
 
 
 def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2, kind: type[Run] = Run) -> Twins:
-    """Compare two runs of a strategy. With a device, files are compared ``as_from_host``: they contain device names.
+    """Compare two runs of a strategy, with the steps and saves of a ``kind``.
 
-    Args:
-        folder: folder of all checkpoints.
-        name: name of the strategy.
-        job: what to train.
-        group_size: group size of the strategy.
-        kind: the sequence of steps and saves.
+    With a device, files are compared ``as_from_host``: they contain device names.
     """
 
     def make(into: str) -> Run:

@@ -40,7 +40,6 @@ class Buffered(training.Network):
         self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Count and apply."""
         self.seen.add_(1.0)
         return super().forward(x, skipped)
 
@@ -67,14 +66,9 @@ def job_of_kind(kind: str, dtype: str, **config: Any) -> Any:
         return job_of(dtype, optimizer=kind, **config)
     size, _, optimizer = kind.partition(" ")
     zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
-    return training.Job(
-        sizes=(13, 7),
-        network=experts.SmallMixtral,
-        optimizer=optimizer,
-        zero=zero,
-        config={**config, **experts.autoep(int(size))},
-        dtype=dtype,
-    )
+    config |= experts.autoep(int(size))
+    network = experts.SmallMixtral
+    return training.Job((13, 7), network=network, optimizer=optimizer, zero=zero, config=config, dtype=dtype)
 
 
 def steps_of(job: training.Job, number: int, skip: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -84,7 +78,6 @@ def steps_of(job: training.Job, number: int, skip: int = 0) -> list[tuple[Tensor
 
 
 def after_a_step(job: training.Job, name: str) -> tuple[Any, Any]:
-    """Return engine and model of a strategy, after a step."""
     engine, model = training.make_engine(job, training.placed(name))
     run(engine, job, steps_of(job, 1))
     return engine, model
@@ -211,15 +204,9 @@ def convert(folder: str, ours: bool = False) -> None:
 
 
 def _convert(source: Path, target: Path, ours: bool) -> None:
-    arguments = Namespace(
-        input_folder=str(source),
-        output_folder=str(target),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
+    arguments = Namespace(input_folder=str(source), output_folder=str(target), keep_temp_folder=False)
+    arguments.num_extract_workers = arguments.num_merge_workers = 1
+    arguments.strict = arguments.inject_missing_state = True
     with contextlib.redirect_stdout(io.StringIO()):
         (to_universal.convert if ours else ds_to_universal.main)(arguments)
 

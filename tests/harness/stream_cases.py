@@ -45,28 +45,18 @@ _JOB = Job(
 
 @dataclass(frozen=True)
 class Options:
-    """A training, and the operations of a user's script during it.
+    """A training, and the operations of a user's script during it."""
 
-    Attributes:
-        strategies: the strategies to run.
-        zero: further keys of zero_optimization.
-        job: without these keys.
-        gathering: whether parameters are looked at, and changed, between forward and backward, while gathers for the
-            backward are on their way.
-        saving: whether a checkpoint is saved and loaded after each step.
-        aside: whether an asynchronous save starts after each step.
-        reported: whether steps are recorded, and reported on.
-        pipe: a pipeline instead of the job.
-    """
-
-    strategies: Sequence[str] = ALL
-    zero: dict[str, Any] = field(default_factory=dict)
-    job: Job = _JOB
+    strategies: Sequence[str] = ALL  # the strategies to run
+    zero: dict[str, Any] = field(default_factory=dict)  # further keys of zero_optimization
+    job: Job = _JOB  # without these keys
+    # Whether parameters are looked at, and changed, between forward and backward, while gathers for the backward are
+    # on their way.
     gathering: bool = True
-    saving: bool = False
-    aside: bool = False
-    reported: bool = False
-    pipe: pipelines.Pipe | None = None
+    saving: bool = False  # whether a checkpoint is saved and loaded after each step
+    aside: bool = False  # whether an asynchronous save starts after each step
+    reported: bool = False  # whether steps are recorded, and reported on
+    pipe: pipelines.Pipe | None = None  # a pipeline instead of the job
 
 
 _OVERLAP = {"overlap_comm": True}

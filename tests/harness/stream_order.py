@@ -128,7 +128,6 @@ class Order:
 
     @contextlib.contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """Make a stream the current one."""
         before, self.current = self.current, stream or self.current
         try:
             yield
@@ -192,30 +191,17 @@ class Order:
     def operate(
         self, name: str, reads: list[Tensor], writes: list[Tensor], made: list[Tensor], non_blocking: bool
     ) -> None:
-        """An operation of torch is called, arguments as of ``run``: it runs on the current stream.
-
-        Args:
-            name, reads, writes, made: see ``run``.
-            non_blocking: whether the caller of a copy has said so.
-        """
+        """Record an operation of torch, with arguments as of ``run``, on the current stream."""
         self.run(self.current, name, reads, writes, made)
         if name in ASKS_DEVICE:
             self.synchronize(name, self.current.clock)
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
-        """``tensor.record_stream(stream)``."""
         if not self.left_out():
             self._memory(tensor, self.default).recorded.add(stream)
 
     def communicate(self, group: Any, name: str, start: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        """A collective; its handle.
-
-        Args:
-            group: process group.
-            name: name of its method.
-            start: runs it.
-            args: arguments of the method.
-        """
+        """Start a collective of a process group with these arguments, and return its handle."""
         written, read = ([*_tensors([args[i] for i in index])] for index in _COLLECTIVES[name])
         with _disable_current_modes():
             work = start()

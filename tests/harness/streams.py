@@ -154,12 +154,10 @@ class Stream:
         return self.clock.get(access.stream.number, 0) >= access.number
 
     def wait_stream(self, stream: "Stream") -> None:
-        """Wait for everything that is on the other stream now."""
         if not self.order.left_out():
             self.see(stream.clock)
 
     def wait_event(self, event: "Event") -> None:
-        """Wait for an event."""
         if not self.order.left_out():
             self.see(event.clock)
 
@@ -170,7 +168,6 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """Make the host wait."""
         self.order.synchronize("stream", self.clock)
 
     def query(self) -> bool:
@@ -187,26 +184,21 @@ class Event:
         self.at = 0.0  # seconds of the host, which runs everything here
 
     def record(self, stream: Stream | None = None) -> None:
-        """Move the event after everything that is on the stream now."""
         self.at = time.perf_counter()
         stream = stream or self.order.current
         stream.see(self.order.host)
         self.clock = {} if self.order.left_out() else dict(stream.clock)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make a stream wait for the event."""
         (stream or self.order.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """Make the host wait."""
         self.order.synchronize("event", self.clock)
 
     def elapsed_time(self, later: "Event") -> float:
-        """Return the milliseconds from this event to a later one."""
         return 1e3 * (later.at - self.at)
 
     def query(self) -> bool:
-        """See ``Stream.query``."""
         return False
 
 

@@ -26,6 +26,9 @@ from tests.harness.parity_table import REPLICATED as REPLICATED
 SEVERAL_BUCKETS = {"reduce_bucket_size": 600, "allgather_bucket_size": 600, "sub_group_size": 300}
 # And no parameter stays gathered; by default, all of these small ones would.
 SMALL = {**SEVERAL_BUCKETS, "stage3_param_persistence_threshold": 0}
+# Parameters are gathered for each use, and given back after it.
+NOTHING_KEPT = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+NOTHING_KEPT |= {"stage3_param_persistence_threshold": 0}
 # Bounds of ``check``: an ulp or two of bf16. They are tight enough to show missing gradients of small parameters,
 # which would move weights by 5e-3 and norms by 5e-3.
 BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 2e-3}
@@ -34,48 +37,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Job:
-    """A training of a small network.
+    """A training of a small network."""
 
-    Attributes:
-        sizes: widths of the network's layers; odd, so that nothing divides evenly.
-        empty: whether it has a parameter without elements; stock ZeRO-3 fails with one.
-        steps: optimizer steps.
-        accumulation: micro-steps per step.
-        zero: further keys of ``zero_optimization``; ``config``: further keys of the configuration.
-        groups: parameter groups, with different learning rates.
-        frozen: layers without gradients.
-        skipped: (micro-step, layer): layers that this micro-step does not use.
-        overflow: (micro-step, rank): where the loss becomes infinite.
-        backward: "engine" for engine.backward, "loss" for loss.backward().
-        boundary: "engine" decides, "user" sets it, "step" (managed_gradient_accumulation false), or "coalesce": all
-            micro-steps in engine.coalesce_grad_reduction().
-        tensor_parallel: number of neighboring tensor-parallel ranks; see ``ModelParallelUnit``.
-        no_sync: whether micro-steps before the last run in engine.no_sync().
-        checkpointing: None, or use_reentrant of torch's activation checkpointing.
-        network: class of the model, of ``networks.py``; None for ``Network``.
-        zero_init: whether the model is built under deepspeed.zero.Init: None, "plain" or "config" (given to it).
-    """
-
-    sizes: Sequence[int] = (13, 37, 29, 7)
-    empty: bool = True
-    steps: int = 2
-    accumulation: int = 1
+    sizes: Sequence[int] = (13, 37, 29, 7)  # widths of the network's layers; odd, so that nothing divides evenly
+    empty: bool = True  # whether it has a parameter without elements; stock ZeRO-3 fails with one
+    steps: int = 2  # optimizer steps
+    accumulation: int = 1  # micro-steps per step
     dtype: str = "fp32"
     optimizer: str = "SGD"
     clipping: float = 0.5
-    groups: int = 1
-    frozen: Sequence[int] = ()
-    skipped: Sequence[tuple[int, int]] = ()
-    overflow: Sequence[tuple[int, int]] = ()
-    backward: str = "engine"
+    groups: int = 1  # parameter groups, with different learning rates
+    frozen: Sequence[int] = ()  # layers without gradients
+    skipped: Sequence[tuple[int, int]] = ()  # (micro-step, layer): layers that this micro-step does not use
+    overflow: Sequence[tuple[int, int]] = ()  # (micro-step, rank): where the loss becomes infinite
+    backward: str = "engine"  # "engine" for engine.backward, "loss" for loss.backward()
+    # "engine" decides, "user" sets it, "step" (managed_gradient_accumulation false), or "coalesce": all micro-steps in
+    # engine.coalesce_grad_reduction().
     boundary: str = "engine"
-    no_sync: bool = False
-    checkpointing: bool | None = None
-    tensor_parallel: int = 1
-    network: Any = None
+    no_sync: bool = False  # whether micro-steps before the last run in engine.no_sync()
+    checkpointing: bool | None = None  # None, or use_reentrant of torch's activation checkpointing
+    tensor_parallel: int = 1  # number of neighboring tensor-parallel ranks; see ``ModelParallelUnit``
+    network: Any = None  # class of the model, of ``networks.py``; None for ``Network``
+    # Whether the model is built under deepspeed.zero.Init: None, "plain" or "config" (given to it).
     zero_init: str | None = None
-    zero: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)  # further keys of ``zero_optimization``
+    config: dict[str, Any] = field(default_factory=dict)  # further keys of the configuration
 
     def __post_init__(self) -> None:
         last = max((at for at, _ in (*self.skipped, *self.overflow)), default=0)
@@ -102,7 +88,6 @@ class Network(nn.Module):
         self.checkpointing = checkpointing
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers."""
         for i in range(len(self.layers)):
             x = self.apply_layer(i, x, skipped)
         return x
@@ -121,8 +106,6 @@ class Network(nn.Module):
 
 
 class Record(NamedTuple):
-    """The results of a run."""
-
     losses: list[float]
     weights: Tensor  # 1D, all parameters in fp32
     norms: list[float]
@@ -132,7 +115,6 @@ class Record(NamedTuple):
 
 
 def configuration(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
-    """Return the ds_config of a job."""
     learning: dict[str, Any] = {"lr": 0.1}
     if job.optimizer == "SGD":
         learning["momentum"] = 0.9
@@ -226,7 +208,6 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
 
 
 def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's micro-batches."""
     lanes = job.config.get("tensor_parallel", {}).get("autotp_size", 1)  # neighbors, which have one sample together
     generator = torch.Generator().manual_seed(1000 + dist.get_rank() // lanes)
     device, ends = get_accelerator().current_device_name(), (job.sizes[0], job.sizes[-1])
@@ -321,7 +302,6 @@ class Difference(NamedTuple):
 
 
 def difference(name: str, ours: Record, stock: Record, optimizer: str) -> Difference:
-    """Compare two records."""
     return Difference(
         name,
         ((ours.weights - stock.weights).abs().max() / stock.weights.abs().max()).item(),

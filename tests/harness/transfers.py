@@ -18,6 +18,5 @@ class Handle:
 
 
 def result(move: Any) -> list[float]:
-    """Run a transfer and return its result."""
     values: list[float] = ActiveTransfer(move).finish().tolist()
     return values

@@ -57,15 +57,7 @@ MEASUREMENTS = {  # by option or model: where its class is
     "mixture": "mixture.MixtureMeasurement",
     "pipeline": "pipelines.PipelineMeasurement",
 }
-OPTIONS = {
-    "--overlap": "what of communication hides under emulated compute",
-    "--network": "seconds per step over the rate of the link",
-    "--offload": "parameters in host memory",
-    "--outer": "an outer optimizer between nodes",
-    "--save": "saves beside the training",
-    "--record": "what recording a report costs, and whether it agrees",
-    "--what-if": "predictions from reports of other links",
-}
+OPTIONS = ("--overlap", "--network", "--offload", "--outer", "--save", "--record", "--what-if")
 
 
 def measurement(name: str) -> type[Measurement]:
@@ -77,11 +69,11 @@ def measurement(name: str) -> type[Measurement]:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the arguments, and add the measurement's name as ``name``."""
-    parser = argparse.ArgumentParser(description="Measure training methods on an emulated cluster.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("blocks", "gpt2", "mixture", "pipeline"), default="blocks")
     kinds = parser.add_mutually_exclusive_group()
-    for option, text in OPTIONS.items():
-        kinds.add_argument(option, dest="name", action="store_const", const=option[2:].replace("-", "_"), help=text)
+    for option in OPTIONS:
+        kinds.add_argument(option, dest="name", action="store_const", const=option[2:].replace("-", "_"))
     parser.add_argument("--settings", nargs="+", metavar="NAME")
     parser.add_argument("--methods", nargs="+", type=plain_name, metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each method, at least")

@@ -135,7 +135,6 @@ def read_text(study: Study) -> tuple[Tensor, Tensor]:
 
 
 def fingerprint(*text: Tensor) -> str:
-    """Return a fingerprint of a text."""
     content = torch.cat([part.to(torch.uint8) for part in text]).numpy().tobytes()
     return f"{len(content)} bytes, sha256 {sha256(content).hexdigest()[:16]}"
 
@@ -149,12 +148,7 @@ class Trainer:
         self.text = fingerprint(self._text, self._held_out)
 
     def train(self, run: Run, until: int | None = None) -> Run:
-        """Train, evaluate, and return the run with its losses.
-
-        Args:
-            run: a run without losses.
-            until: number of steps; by default all.
-        """
+        """Train, evaluate, and return the run with its losses; ``until``: number of steps, by default all."""
         begin, study = time.perf_counter(), self._study
         run.text, run.parts = self.text, [{"from": 0, **records.circumstances()}]
         torch.manual_seed(run.seed)

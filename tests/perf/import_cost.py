@@ -34,7 +34,6 @@ OURS = (
 
 
 def run(code: str, environment: dict[str, str]) -> str:
-    """Run code in a fresh process, and return its output."""
     variables = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
     return subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
@@ -50,7 +49,6 @@ def milliseconds_of_torch(environment: dict[str, str]) -> float:
 
 
 def row(method: str, measured: str, samples: Sequence[float]) -> dict[str, object]:
-    """Return the row of a result, in ms."""
     low, median, high = (round(value, 2) for value in statistics.quantiles(samples, n=4))
     result = {"method": method, "measured": measured, "median_ms": median}
     return result | {"quartile_ms": low, "other_quartile_ms": high, "runs": len(samples)}

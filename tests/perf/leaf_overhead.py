@@ -159,7 +159,6 @@ def make_engine(name: str, model: nn.Module) -> Any:
 
 
 def work(name: str, folder: Path, args: argparse.Namespace) -> None:
-    """Train and report, as one rank."""
     torch.manual_seed(0)
     layers = (Layer(args.experts, args.packed) for _ in range(args.layers))
     model, engine = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers, nn.Linear(HIDDEN, 1)), None
@@ -223,7 +222,6 @@ def measure(args: argparse.Namespace) -> Found:
 
 
 def rows_of(reports_by_case: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each number of ranks and case."""
     times = {
         key: [s * 1e3 for report in reports_by_case[key] for s in report["seconds"][WARM_UP_STEPS:]]
         for key in reports_by_case

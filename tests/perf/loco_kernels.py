@@ -60,8 +60,7 @@ class Case:
 
     def floor(self, numel: int) -> int:
         """Return the bytes that must be read and written, see above, including padding of the last block and the
-        row.
-        """
+        row."""
         own, wire = numel * self.dtype.itemsize, self.packing.row_bytes(numel)
         if self.operator in ("difference", "apply"):
             rows = PIECES if self.operator == "apply" else 1
@@ -111,7 +110,6 @@ def calls_of(case: Case, numel: int, device: str) -> dict[str, Callable[[], Any]
 
 
 def seconds_of(call: Callable[[], Any], device: str) -> float:
-    """Take one sample."""
     if device == "cpu":
         start = time.perf_counter()
         call()

@@ -152,7 +152,6 @@ def written(page: str) -> str:
 
 
 def pages() -> Sequence[Path]:
-    """Return the pages that may have tables."""
     package = ROOT / "deepspeed_ext"
     ours = (package / name / "README.md" for name in ("config", "pipeline"))
     return [ROOT / "README.md", *ours, *sorted((package / "how_to").glob("*.md")), *sorted(RESULTS.glob("*.md"))]
@@ -161,7 +160,7 @@ def pages() -> Sequence[Path]:
 def main() -> None:
     for page in pages():
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
-    network.PLOT.write_text(network.plot(), encoding="utf-8")
+    network.plot()
 
 
 if __name__ == "__main__":

@@ -40,8 +40,7 @@ def is_calibration(case: Case) -> bool:
 
 def slowness(all_cases: Sequence[Case]) -> dict[str, float]:
     """Return the slowness of the host in each setting, relative to the first of its campaign; 1 with emulated
-    compute.
-    """
+    compute."""
     computes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for case in all_cases:
         computes[case.campaign, case.row.setting].append(compute_of_element(case))

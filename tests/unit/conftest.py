@@ -12,7 +12,6 @@ from tests.harness import ranks as rank_pools
 
 rank_pools.prepare_environment()  # before any test module imports torch or DeepSpeed
 
-
 _OF_FIXTURES = {"emulation": "root", "archive": "fork"}  # marks of what needs a fixture
 
 
@@ -53,3 +52,17 @@ def kernels(_build_locks: None) -> bool:
     from deepspeed_ext.loco import ops
 
     return ops.load_kernels()
+
+
+@pytest.fixture(scope="session")
+def emulation() -> None:
+    """Skips where this machine cannot emulate a network, as a container may not."""
+    from scripts.emulation import network
+
+    if lacks := network.missing():
+        pytest.skip(f"needs {'; '.join(lacks)}")
+    try:
+        with network.Network(1):
+            pass
+    except RuntimeError as error:
+        pytest.skip(f"namespaces and limits are not permitted here: {error}")

@@ -6,10 +6,8 @@ import ast
 import functools
 import importlib
 import inspect
-import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -22,9 +20,7 @@ PACKAGE = ROOT / "deepspeed_ext"
 DEPTH = 2  # classes of ours, one above the other
 _HOP = "what all hops have, what a reduction is, and one kind of it"
 DEEPER = dict.fromkeys(("AllToAllReduce", "NativeReduce", "AllReduceReduce", "LocoHop"), _HOP)  # with the reason
-MOST_UPWARD = 5  # uses of ``self.x`` where only a subclass has x, in the whole package
 MOST_LINES = 500  # of a file
-MOST_NAME = 60  # characters of the name of a test
 LONGER: dict[str, str] = {}  # files, with the reason
 OVERRIDE = 10  # lines of its body
 ADAPTERS = ("zero/optimizer.py", "zero/stage12.py", "zero/stage3.py")
@@ -38,8 +34,6 @@ THEIRS = {
 class Class(NamedTuple):
     """A class of the package."""
 
-    name: str
-    path: str
     bases: tuple[str, ...]
     node: ast.ClassDef
 
@@ -81,52 +75,25 @@ def attributes(node: ast.AST) -> Iterator[ast.Attribute]:
 
 
 @functools.cache
-def classes(root: Path) -> dict[str, Class]:
-    """Return the classes of a package, by name."""
+def classes() -> dict[str, Class]:
+    """Return the classes of the package, by name."""
     found = {}
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases = tuple(last_name(base) for base in node.bases)
-                found[node.name] = Class(node.name, path.relative_to(root).as_posix(), bases, node)
+                found[node.name] = Class(bases, node)
     return found
-
-
-def ancestors(name: str, known: dict[str, Class]) -> Iterator[str]:
-    for base in known[name].bases if name in known else ():
-        if base in known:
-            yield base
-            yield from ancestors(base, known)
 
 
 def depth(name: str, known: dict[str, Class]) -> int:
     return 1 + max((depth(base, known) for base in known[name].bases if base in known), default=0)
 
 
-def upward(known: dict[str, Class]) -> Iterator[str]:
-    """Yield uses of ``self.x`` where x has a value in a subclass of ours only."""
-    for name, one in known.items():
-        have = one.defined().union(*(known[base].defined() for base in ancestors(name, known)))
-        below = [known[other] for other in known if name in ancestors(other, known)]
-        of_deepspeed = {x for other in (one, *below) if other.path in ADAPTERS for x in other.declared()}
-        only_below = set().union(*(other.defined() for other in below)) - have - of_deepspeed
-        yield from (f"{one.path}: {name}.{use.attr}" for use in attributes(one.node) if use.attr in only_below)
-
-
 def test_inheritance_is_shallow() -> None:
-    known = classes(PACKAGE)
+    known = classes()
     assert {name for name in known if depth(name, known) > DEPTH} == set(DEEPER)
     assert all(depth(name, known) == DEPTH + 1 for name in DEEPER)
-
-
-def test_what_a_class_uses_is_its_own() -> None:
-    found = list(upward(classes(PACKAGE)))
-    assert len(found) <= MOST_UPWARD, found
-
-
-def test_a_use_of_what_a_subclass_sets_is_found(tmp_path: Path) -> None:
-    (tmp_path / "chain.py").write_text("class A:\n    def run(self): return self.part\nclass B(A):\n    part = 1\n")
-    assert list(upward(classes(tmp_path))) == ["chain.py: A.part"]
 
 
 def test_files_hold_one_concept() -> None:
@@ -134,12 +101,6 @@ def test_files_hold_one_concept() -> None:
         path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")
     }
     assert {path for path, length in lengths.items() if length > MOST_LINES} == set(LONGER)
-
-
-def test_names_of_tests_are_short() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "unit").rglob("test_*.py")]
-    names = [name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)]
-    assert names and [name for name in names if len(name) > MOST_NAME] == []
 
 
 def test_overrides_are_short() -> None:
@@ -176,7 +137,7 @@ def test_what_is_read_of_deepspeed_is_listed(name: str) -> None:
     """Attributes in the class of the adapter, so one look shows what a release moves. ``drift`` compares methods."""
     module, _, theirs = THEIRS[name].partition(":")
     parent = getattr(importlib.import_module(module), theirs)
-    known, has = classes(PACKAGE), deepspeed_has(parent)
+    known, has = classes(), deepspeed_has(parent)
     adapters = [known[one] for one in (name, *known[name].bases) if one in known]
     used = {use.attr for one in adapters for use in attributes(one.node)}
     own = {method.name for one in adapters for method in methods(one.node)}

@@ -67,28 +67,9 @@ def converter_case() -> tuple[str, str]:
     return found
 
 
-def links_case() -> tuple[str, str]:
-    from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.planner import probe
-    from deepspeed_ext.planner.rates import Rate
-
-    topology = get_topology(None, 1)
-    with (
-        mock.patch.object(probe, "_hop_rate", lambda hop, dtype: Rate(0.0, 1.0)),
-        mock.patch.object(probe, "_memory_rate", lambda: 1.0),
-    ):
-        return shown_by(lambda: probe.measure(topology))
-
-
 def test_a_conversion_has_one_bar(ranks: Any) -> None:
     [(log, terminal)] = ranks(1).run(converter_case)
     assert log == "" and terminal.count("converting: 100%") == 1 and terminal.count("3/3") == 1
-
-
-def test_links_are_counted_on_the_first_rank(ranks: Any) -> None:
-    (log, terminal), others = ranks(2).run(links_case)
-    assert log == "" and "measuring links: 100%" in terminal and "4/4" in terminal
-    assert others == ("", "")
 
 
 def kernels_case(folder: str) -> list[list[str]]:

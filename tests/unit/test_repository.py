@@ -29,14 +29,6 @@ def test_hooks_are_the_static_checks() -> None:
     assert len(hooks) == 4 and sorted(hooks) == sorted(commands)
 
 
-def test_ci_runs_one_command_and_a_gpu_only_if_asked() -> None:
-    workflow = text_of(".github/workflows/ci.yml")
-    test, gpu = workflow.split("\n  gpu:\n")
-    assert "- run: .ci/run\n" in test and "scripts/test" in text_of(".ci/run")
-    assert re.search(r"gpu:\n +description: .*\n +type: boolean\n +default: false\n", workflow)
-    assert gpu.lstrip().startswith("if: github.event_name == 'workflow_dispatch' && inputs.gpu\n")
-
-
 def test_each_part_of_the_deep_tier_runs_at_night() -> None:
     workflow = text_of(".github/workflows/deep.yml")
     named = re.search(r"part: \[(.*)\]\n", workflow)

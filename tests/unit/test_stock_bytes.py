@@ -19,14 +19,8 @@ KEY = "use_multi_rank_bucket_allreduce"
 # the algorithm: a reduce to one root and, of many roots in turn, a part of a reduce-scatter, are one such move.
 MOVES = {"all_reduce": 2, "reduce": 1, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 1, "all_gather": 1}
 Found = dict[tuple[int, bool], tuple[int, Counter[str]]]  # by stage, and whether it is as shipped
-COLLECTIVES = (
-    *MOVES,
-    "reduce_scatter",
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-    "all_to_all_single",
-    "broadcast",
-)
+COLLECTIVES = (*MOVES, "reduce_scatter", "all_gather_coalesced", "all_reduce_coalesced")
+COLLECTIVES += ("all_to_all_single", "broadcast")
 
 
 @pytest.fixture(scope="module")

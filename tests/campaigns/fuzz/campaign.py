@@ -139,7 +139,6 @@ class Campaign:
             print(f"FAILED {smallest}", flush=True)
 
     def report(self) -> str:
-        """Return the cases that ran, and their problems."""
         rows = [f"{count:>7} of {kind} on {world} ranks" for (kind, world), count in sorted(self.counts.items())]
         rows += [f"{count:>7} cases: {case}" for case, count in sorted(self.happened.items())]
         return "\n".join([*rows, *(f"\nFAILED {failure}" for failure in self.failures.values())])

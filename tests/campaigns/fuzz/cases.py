@@ -38,25 +38,17 @@ def is_lossy(zero: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class Block(Plain):
-    """A part of a model.
+    """A part of a model."""
 
-    Attributes:
-        kind: "linear"; "norm"; "gain", a parameter of one element; "again", a layer that is applied twice; "tied",
-            two layers with one weight and another layer between them; "lent", a layer and a module that uses its
-            weight without owning it; "experts", a leaf module with three parts, and each call uses one or two of them;
-            "unit", a mixture of many small parameters; "packed", a router and five experts in 3-D parameters, and each
-            call uses some of them.
-        width: width of the output of "linear", and of the inside of the others.
-        bias: whether a linear layer has one.
-        frozen: whether its parameters have no gradients.
-        recomputed: None, or use_reentrant of torch's activation checkpointing.
-    """
-
+    # "linear"; "norm"; "gain", a parameter of one element; "again", a layer that is applied twice; "tied", two layers
+    # with one weight and another layer between them; "lent", a layer and a module that uses its weight without owning
+    # it; "experts", a leaf module with three parts, and each call uses one or two of them; "unit", a mixture of many
+    # small parameters; "packed", a router and five experts in 3-D parameters, and each call uses some of them.
     kind: str = "linear"
-    width: int = 7
-    bias: bool = True
-    frozen: bool = False
-    recomputed: bool | None = None
+    width: int = 7  # width of the output of "linear", and of the inside of the others
+    bias: bool = True  # whether a linear layer has one
+    frozen: bool = False  # whether its parameters have no gradients
+    recomputed: bool | None = None  # None, or use_reentrant of torch's activation checkpointing
 
 
 class Event(NamedTuple):
@@ -68,21 +60,14 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Step(Plain):
-    """An optimizer step.
-
-    Attributes:
-        before: events.
-        micro_steps: their number; 0: the number in the configuration.
-        skipped: (micro-step, block): blocks that this micro-step leaves out, on all ranks.
-        overflow: (micro-step, rank) where the loss becomes infinite.
-        twice: micro-steps with a backward in two parts.
-    """
+    """An optimizer step."""
 
     before: tuple[Event, ...] = ()
-    micro_steps: int = 0
+    micro_steps: int = 0  # their number; 0: the number in the configuration
+    # (micro-step, block): blocks that this micro-step leaves out, on all ranks.
     skipped: tuple[tuple[int, int], ...] = ()
-    overflow: tuple[tuple[int, int], ...] = ()
-    twice: tuple[int, ...] = ()
+    overflow: tuple[tuple[int, int], ...] = ()  # (micro-step, rank) where the loss becomes infinite
+    twice: tuple[int, ...] = ()  # micro-steps with a backward in two parts
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,32 +129,23 @@ class Case(Plain):
 
     @property
     def exact(self) -> bool:
-        """Whether updates are sent without loss."""
         return is_exact(self.zero)
 
     @property
     def lossy(self) -> bool:
-        """Whether gradients or updates are sent in few bits."""
         return is_lossy(self.zero)
 
     def events(self) -> list[Event]:
-        """All of them."""
         return [event for step in self.steps for event in step.before]
 
 
 @dataclass(frozen=True, repr=False)
 class PipeCase(Plain):
-    """A pipeline.
-
-    Attributes:
-        zero: keys of zero_optimization, in addition to the strategy.
-        pipe: attributes of ``tests.harness.pipelines.Pipe``.
-        resumed: steps after which training continues in a new engine; 0 for not.
-    """
+    """A pipeline."""
 
     kind: str = "pipeline"
     world: int = 4
     strategy: str = "NIG"
-    zero: dict[str, Any] = field(default_factory=dict)
-    pipe: dict[str, Any] = field(default_factory=dict)
-    resumed: int = 0
+    zero: dict[str, Any] = field(default_factory=dict)  # keys of zero_optimization, in addition to the strategy
+    pipe: dict[str, Any] = field(default_factory=dict)  # attributes of ``tests.harness.pipelines.Pipe``
+    resumed: int = 0  # steps after which training continues in a new engine; 0 for not

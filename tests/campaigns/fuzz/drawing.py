@@ -89,7 +89,6 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
 
 
 def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Step, ...]:
-    """All steps of a case."""
     accumulation, results = case["accumulation"], []
     number = draw(one_of(2, 2, 3))
     for _ in range(number):

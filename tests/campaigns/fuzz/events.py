@@ -45,7 +45,6 @@ def shared_folder() -> Iterator[Path]:
 
 
 def evaluate(run: Run, value: Any) -> None:
-    """Evaluate the loss of one more batch."""
     x, y = next(run.data)
     run.set_calls(run.model, run.calls)
     run.engine.eval()
@@ -155,7 +154,6 @@ def change_frozen(run: Run, value: float) -> None:
 
 
 def change_weights(run: Run, value: float) -> None:
-    """Change the optimizer's weights of a parameter."""
     param = max((p for p in run.model.parameters() if p.requires_grad), key=training_size)
     changed = safe_get_full_fp32_param(param) * value
     if run.ours or not hasattr(param, "ds_tensor"):

@@ -134,7 +134,6 @@ def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
 
 
 def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:
-    """Return all differences."""
     apart = [name for name in one.states if not torch.equal(one.states[name], other.states[name])]
     if apart:
         yield f"{what}: other bits of {len(apart)} of {len(one.states)} states, as {sorted(apart)[0]}"
@@ -210,7 +209,6 @@ def _far(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
 
 
 def _bound(case: Case, bounds: dict[str, float]) -> float:
-    """Return the bound for the dtype of a case."""
     lower = case.config.get("torch_autocast") or case.config.get("communication_data_type") == "bf16"
     precision = "bf16" if lower and case.dtype == "fp32" else case.dtype
     if case.optimizer == "Muon":

@@ -86,7 +86,6 @@ class Part(nn.Module):
         self.requires_grad_(not block.frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply it."""
         if self.kind == "gain":
             return x * self.gain
         if self.kind == "unit":

@@ -14,19 +14,13 @@ OF_PIPELINES = ("reduce_bucket_size", "allgather_bucket_size")
 
 
 class Fault(NamedTuple):
-    """A fault of DeepSpeed 0.19.8.
+    """A fault of DeepSpeed 0.19.8."""
 
-    Attributes:
-        what: in a sentence.
-        stages: the stages that have it.
-        found: whether a case meets it.
-        without: keys of the configuration, or of zero_optimization, without which it does not happen, and which change
-            no numbers otherwise; none if another stage has to be the oracle.
-    """
-
-    what: str
-    stages: tuple[int, ...]
-    found: Callable[[Case], Any]
+    what: str  # in a sentence
+    stages: tuple[int, ...]  # the stages that have it
+    found: Callable[[Case], Any]  # whether a case meets it
+    # Keys of the configuration, or of zero_optimization, without which it does not happen, and which change no numbers
+    # otherwise; none if another stage has to be the oracle.
     without: tuple[str, ...] = ()
 
 

@@ -63,37 +63,27 @@ class Sampled(nn.Module):
         self._buffers_of = list(model.named_buffers())
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the sample."""
         return iter(self._named)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """All."""
         return iter(self._buffers_of)
 
 
 @dataclass
 class Run:
-    """An engine in training.
-
-    Attributes:
-        zero: keys of zero_optimization.
-        ours: whether events that must change nothing take place.
-        order: order of a device with streams, or none.
-        seen: values that events have read.
-        stepped: whether there are optimizer states.
-    """
+    """An engine in training."""
 
     case: Case
-    zero: dict[str, Any]
-    ours: bool
-    order: Order | None = None
+    zero: dict[str, Any]  # keys of zero_optimization
+    ours: bool  # whether events that must change nothing take place
+    order: Order | None = None  # order of a device with streams, or none
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Any] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     applied: list[bool] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
-    seen: list[Any] = field(default_factory=list)
-    stepped: bool = False
+    seen: list[Any] = field(default_factory=list)  # values that events have read
+    stepped: bool = False  # whether there are optimizer states
 
     def __post_init__(self) -> None:
         self.job = job_of(self.case)
@@ -124,7 +114,6 @@ class Run:
         self._make(config or {})
 
     def destroy(self) -> None:
-        """Destroy the engine, and let go of all that belongs to it."""
         self.parts.close()
         self.engine.destroy()
         del self.engine, self.model

@@ -21,32 +21,22 @@ from tests.harness.stream_order import Order
 
 @dataclass
 class Trained:
-    """The final state of a run, in plain values and tensors.
+    """The final state of a run, in plain values and tensors."""
 
-    Attributes:
-        losses, norms, scales, applied: of micro-steps and evaluations; of steps.
-        states: see ``tests.harness.snapshots.snapshot``.
-        weights: weights of all parameters, in one dimension and fp32.
-        replicas_equal: whether all ranks that hold a parameter hold the same bits.
-        held: bytes of tensors that live after each step.
-        left: bytes of tensors that live longer than the engine and the model.
-        windows: modules with packed experts that are fetched in windows.
-    """
-
+    # losses, norms, scales, applied: of micro-steps and evaluations; of steps.
     losses: list[float]
     norms: list[float]
     scales: list[float]
     applied: list[bool]
-    states: dict[str, Tensor]
-    weights: Tensor
-    replicas_equal: bool
-    held: list[int]
-    left: int = 0
-    windows: int = 0
+    states: dict[str, Tensor]  # see ``tests.harness.snapshots.snapshot``
+    weights: Tensor  # weights of all parameters, in one dimension and fp32
+    replicas_equal: bool  # whether all ranks that hold a parameter hold the same bits
+    held: list[int]  # bytes of tensors that live after each step
+    left: int = 0  # bytes of tensors that live longer than the engine and the model
+    windows: int = 0  # modules with packed experts that are fetched in windows
 
 
 def _run(run: Run) -> None:
-    """All events and steps of a case."""
     for step in run.case.steps:
         for event in step.before:
             if run.ours or event.name in SHARED:
@@ -75,14 +65,7 @@ def _record(run: Run) -> Trained:
 
 
 def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = None) -> Trained:
-    """Train a case.
-
-    Args:
-        case: the case.
-        zero: keys of zero_optimization.
-        ours: whether events that must change nothing take place.
-        order: order of a device with streams, which checks all of it.
-    """
+    """Train a case. ``ours``: whether events that must change nothing take place; ``order`` checks all accesses."""
     gc.collect()
     before = live_bytes()
     with contextlib.nullcontext() if order is None else order.watch():

@@ -31,8 +31,6 @@ CLAIMS = (
 
 
 class Verdict(NamedTuple):
-    """The verdict of the experiments on a claim."""
-
     claim: str
     kind: str  # holds, does not hold, not settled
     experiments: str  # and what each came to
@@ -56,7 +54,6 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
 
 
 def verdict_lines(found: Sequence[Verdict]) -> str:
-    """Return a line for each verdict."""
     return "\n".join(f"{item.kind:13} {item.claim} ({item.experiments})" for item in found)
 
 

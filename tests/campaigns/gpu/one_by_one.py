@@ -41,28 +41,17 @@ _OVER = "over"
 
 @dataclass(frozen=True)
 class Case:
-    """Some checks that belong together.
+    """Some checks that belong together."""
 
-    Attributes:
-        name: name of it; before the names of its checks.
-        run: makes them, on each rank, given its setup; can be pickled.
-        limit: seconds.
-    """
-
-    name: str
-    run: Callable[[Any], None]
-    limit: float = 90.0
+    name: str  # name of it; before the names of its checks
+    run: Callable[[Any], None]  # makes them, on each rank, given its setup; can be pickled
+    limit: float = 90.0  # seconds
 
 
 def run_cases(setup: Any, cases: Sequence[Case], alone: bool = False) -> None:
     """Run cases on ranks that share the GPU, or alone on one rank of NCCL's.
 
     A check holds if it does on all ranks that make it. Figures are those of rank 0.
-
-    Args:
-        setup: setup of the experiment.
-        cases: in this order.
-        alone: whether there is one rank.
     """
     remaining = list(cases)
     while remaining:

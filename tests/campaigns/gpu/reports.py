@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from deepspeed.utils import logger
 from deepspeed_ext.__main__ import patch_problems
 from deepspeed_ext.tools.clocks import DeviceClock, make_clock
 from deepspeed_ext.tools.doctor.cli import CHECKS, add_arguments, run
+from scripts.emulation.launching import free_port
 from scripts.examples.gpt import ByteGPT
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause
@@ -251,10 +251,6 @@ def _judge(setup: Any, found: dict[str, Any], titles: list[str]) -> None:
 
 def _port() -> int:
     """Return a port that is free, the same on all ranks."""
-    shared = [0]
-    if dist.get_rank() == 0:
-        with socket.socket() as copies:
-            copies.bind(("127.0.0.1", 0))
-            shared = [copies.getsockname()[1]]
+    shared = [free_port()]
     dist.broadcast_object_list(shared, src=0)
     return int(shared[0])

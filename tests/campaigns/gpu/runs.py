@@ -31,23 +31,14 @@ _SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
 
 
 class Experiment(NamedTuple):
-    """An experiment.
+    """An experiment."""
 
-    Attributes:
-        name: T1, ...
-        title: its purpose.
-        limit: seconds.
-        function: module and function.
-        variables: variables of its environment, on a GPU.
-        alone: whether it measures time, and so runs alone.
-    """
-
-    name: str
+    name: str  # T1, ...
     title: str
-    limit: float
-    function: str
-    variables: Mapping[str, str] = {}
-    alone: bool = False
+    limit: float  # seconds
+    function: str  # module and function
+    variables: Mapping[str, str] = {}  # variables of its environment, on a GPU
+    alone: bool = False  # whether it measures time, and so runs alone
 
 
 # The most useful first, should the budget not suffice for all. The first builds the kernels.
@@ -73,24 +64,16 @@ EXPERIMENTS = (
 
 @dataclass
 class Outcome:
-    """The outcome of an experiment.
+    """The outcome of an experiment."""
 
-    Attributes:
-        name, title: from the ``Experiment``.
-        kind: passed, failed, crashed, hung or not run.
-        seconds: its duration.
-        checks: name: whether it held.
-        figures: name: measured value.
-        text: why it did not pass; the end of its output if it crashed or hung.
-    """
-
+    # name, title: from the ``Experiment``.
     name: str
     title: str
-    kind: str
+    kind: str  # passed, failed, crashed, hung or not run
     seconds: float = 0.0
-    checks: dict[str, bool] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
-    text: str = ""
+    checks: dict[str, bool] = field(default_factory=dict)  # name: whether it held
+    figures: dict[str, Any] = field(default_factory=dict)  # name: measured value
+    text: str = ""  # why it did not pass; the end of its output if it crashed or hung
 
 
 # ---- within an experiment
@@ -104,12 +87,10 @@ class Report:
         self._content: dict[str, Any] = {"checks": {}, "figures": {}}
 
     def check(self, name: str, held: bool) -> None:
-        """Note whether something held."""
         self._content["checks"][name] = bool(held)
         self._write()
 
     def figure(self, name: str, value: Any) -> None:
-        """Record a measured value."""
         self._content["figures"][name] = value
         self._write()
 
@@ -142,7 +123,6 @@ class Setup:
 
 
 def run_here(name: str, setup: Setup) -> None:
-    """Run the experiment of this name in this process."""
     import deepspeed_ext  # noqa: F401  it activates itself where it is installed; here may be its sources alone
 
     function = next(experiment.function for experiment in EXPERIMENTS if experiment.name == name)
@@ -150,7 +130,6 @@ def run_here(name: str, setup: Setup) -> None:
 
 
 def has_gpu() -> bool:
-    """Return whether torch sees a GPU of NVIDIA's."""
     import torch
 
     return bool(torch.version.cuda) and torch.cuda.is_available()
@@ -234,7 +213,6 @@ def _run(
 
 
 def _outcome(experiment: Experiment, status: int | None, report: Path, log: Path) -> Outcome:
-    """Return the outcome of an experiment that has ended."""
     results = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     checks, figures = results.get("checks", {}), results.get("figures", {})
     outcome = Outcome(experiment.name, experiment.title, PASSED, checks=checks, figures=figures)

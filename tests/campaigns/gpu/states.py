@@ -31,7 +31,6 @@ RESUMED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 
 
 def check(setup: Any) -> None:
-    """Check them all; collective."""
     together = [title for title, provided in cases.OPTIONS.items() if outer_oracle.KEY not in provided.zero]
     for title in together[: 2 if setup.small else None]:
         for name in cases.OPTIONS[title].strategies:

@@ -26,14 +26,8 @@ RANKS, GROUP = 6, 3
 HOP, LAYER = 50.0, 20.0  # milliseconds on the wire, and of each layer, forward and backward: a slow link
 SHORT_HOP, LONG_LAYER = 4.0, 120.0  # a layer's hops, one after the other, take no longer than it
 GATHERS = ("all_gather_single", "_allgather_base")
-REDUCES = (
-    "reduce_scatter_single",
-    "_reduce_scatter_base",
-    "reduce",
-    "allreduce",
-    "all_to_all_single",
-    "alltoall_base",
-)
+REDUCES = {"reduce", "reduce_scatter_single", "_reduce_scatter_base", "allreduce"}
+REDUCES |= {"all_to_all_single", "alltoall_base"}
 _FIRST, _LAST = 5, 10  # micro-steps in which synchronizations are counted, from 1
 
 
@@ -68,7 +62,6 @@ class MarkedTraining:
         marks.append((begin, self.mark()))
 
     def mark(self) -> Any:
-        """Mark the present, on the current stream."""
         if not self.setup.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -76,7 +69,6 @@ class MarkedTraining:
         return event
 
     def micro_step(self, job: Job) -> None:
-        """Run forward, backward and step."""
         self.forward.clear()
         self.backward.clear()
         batch = [torch.randn(2, width, generator=self._generator) for width in (job.sizes[0], job.sizes[-1])]

@@ -294,8 +294,7 @@ def devices(compare: Comparison, draw: Drawing, amount: float) -> None:
         for number, tensor in enumerate(tensors):
             with compare.emulator.placed(tensor, device):
                 compare.check(
-                    _refused(compare, name, (*tensors, *scalars)),
-                    f"{name}: argument {number} on {device} is taken",
+                    _refused(compare, name, (*tensors, *scalars)), f"{name}: argument {number} on {device} is taken"
                 )
     compare.check(compare.emulator.current_device() == 0, "another device is the current one afterwards")
 

@@ -141,14 +141,7 @@ FAULTS = tuple(
 
 
 def find_fault(fault: Fault, libraries: Path) -> str:
-    """Return the line that reports a fault; empty if it is not found.
-
-    Args:
-        libraries: the folder of objects.
-
-    Raises:
-        ValueError: its text is not once in its file.
-    """
+    """Return the line that reports a fault; empty if it is not found. ``libraries``: the folder of objects."""
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(folder, "loco")
         shutil.copytree(SOURCES, sources)
@@ -157,15 +150,8 @@ def find_fault(fault: Fault, libraries: Path) -> str:
         if text.count(fault.old) != 1:
             raise ValueError(f"expected {fault.old!r} once in {fault.file}, got it {text.count(fault.old)} times")
         path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "tests.campaigns.kernels",
-            "--sources",
-            str(sources),
-            "--libraries",
-            str(libraries),
-        ]
+        command = [sys.executable, "-m", "tests.campaigns.kernels"]
+        command += ["--sources", str(sources), "--libraries", str(libraries)]
         command += ["--build", fault.build, "--only", fault.section, "--amount", "0.02", "--first"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=_LIMIT)
     messages = [line for line in (done.stdout + done.stderr).splitlines() if _FOUND.fullmatch(line)]

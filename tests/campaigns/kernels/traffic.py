@@ -57,12 +57,7 @@ class Moved(NamedTuple):
 
 
 def measure_traffic(emulator: Emulator, case: Case) -> Moved:
-    """Run a case in the checked build, and return its traffic.
-
-    Args:
-        emulator: emulator of the checked build.
-        case: its outputs are overwritten.
-    """
+    """Run a case, which overwrites its outputs, in the checked build, and return its traffic."""
     emulator.set()
     before = emulator.counts()
     for item in case.placed:
@@ -151,7 +146,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def table(emulator: Emulator) -> str:
-    """Return the table, in Markdown."""
     lines = ["| operator | case | bytes | sectors to L1 | to L2 |", "|---|---|---|---|---|"]
     for case in cases(Drawing(0)):
         results = measure_traffic(emulator, case)

@@ -32,7 +32,6 @@ class Mutant(NamedTuple):
     new: str
 
     def applied(self, text: bytes) -> bytes:
-        """Return the changed file."""
         return text[: self.start] + self.new.encode() + text[self.end :]
 
     def __str__(self) -> str:

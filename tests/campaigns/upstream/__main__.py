@@ -90,7 +90,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, help="number of tests, drawn by --seed (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=120, help="seconds for a test (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="workers of pytest-xdist (default: %(default)s)")
     parser.add_argument("--extra", type=Path, metavar="DIR", help="packages that come before the environment's")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "upstream", help="where everything is written")
     return parser.parse_intermixed_args(arguments)

@@ -20,19 +20,12 @@ _REFUSALS = (
 
 
 class Outcome(NamedTuple):
-    """The outcome of a test.
+    """The outcome of a test."""
 
-    Attributes:
-        kind: passed, ...; an error is one of a fixture; what runs into its limit, or dies, hung.
-        text: the traceback, or the reason of a skip or a refusal.
-        seconds: how long it took.
-        made: optimizers of ours that its ranks made.
-    """
-
-    kind: str
-    text: str = ""
-    seconds: float = 0.0
-    made: int = 0
+    kind: str  # passed, ...; an error is one of a fixture; what runs into its limit, or dies, hung
+    text: str = ""  # the traceback, or the reason of a skip or a refusal
+    seconds: float = 0.0  # how long it took
+    made: int = 0  # optimizers of ours that its ranks made
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Outcome":
@@ -52,19 +45,12 @@ class Outcome(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A difference that is understood.
+    """A difference that is understood."""
 
-    Attributes:
-        test: pattern of test ids, as a shell's.
-        cause: regular expression that is found in the outcome's text, so that another fault is not taken for this.
-        reason: why it differs.
-        sides: pattern of the strategies' names with which it may differ.
-    """
-
-    test: str
-    cause: str
-    reason: str
-    sides: str = "*"
+    test: str  # pattern of test ids, as a shell's
+    cause: str  # regular expression that is found in the outcome's text, so that another fault is not taken for this
+    reason: str  # why it differs
+    sides: str = "*"  # pattern of the strategies' names with which it may differ
 
     def explains(self, test: str, outcome: Outcome, side: str) -> bool:
         """Whether this is why the test does not pass with these strategies."""
@@ -80,5 +66,4 @@ def counts(outcomes: Iterable[Outcome]) -> str:
 
 
 def file_of(test: str) -> str:
-    """Return the file that a test id begins with."""
     return test.partition("::")[0]

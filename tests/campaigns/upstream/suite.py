@@ -1,6 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tests of a DeepSpeed checkout against the DeepSpeed that is installed, each with a limit of time."""
+"""Runs tests of a DeepSpeed checkout against the DeepSpeed that is installed, each with a limit of time.
+
+Workers of pytest-xdist run the tests. pytest-timeout ends a worker whose test takes too long, and pytest-xdist starts
+another one.
+"""
 
 import contextlib
 import itertools
@@ -10,20 +14,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from scripts import ROOT
-from tests.campaigns.upstream.outcomes import ERROR, HUNG, Outcome, counts, file_of
+from tests.campaigns.upstream.outcomes import ERROR, Outcome, counts, file_of
 
 INSIDE = Path(__file__).resolve().parent / "inside"
-_START = 300.0  # seconds until pytest has imported and collected what it runs
-_TOGETHER = 40  # tests in a process: to start it, and to import what ranks need, takes as long as some tests
 # Compiled before the first test, since it takes longer than a test may, and a killed compile leaves a lock.
 _BUILDERS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "CPUAdagradBuilder", "PinMemoryBuilder")
 
@@ -56,45 +55,29 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two that are compared: stock, or strategies by stage.
+    """One of the two that are compared: stock, or strategies by stage."""
 
-    Attributes:
-        strategies: strategies of the stages 1, 2 and 3; none for stock.
-        group_size: see ``upstream_forced.with_strategy``.
-    """
-
-    strategies: tuple[str, ...] = ()
-    group_size: int | None = None
+    strategies: tuple[str, ...] = ()  # strategies of the stages 1, 2 and 3; none for stock
+    group_size: int | None = None  # see ``upstream_forced.with_strategy``
 
     @property
     def name(self) -> str:
-        """Return a name for files."""
         return "-".join(self.strategies) or "stock"
 
 
 @dataclass
 class Suite:
-    """The tests of a checkout.
+    """The tests of a checkout."""
 
-    Attributes:
-        tests: a copy of the folder ``tests``, with nothing beside it: upstream's tests put the folder above it on the
-            search path, and would find the checkout's DeepSpeed there.
-        work: the folder for all files.
-        limit: seconds that a test may take.
-        ranks: how many take part in the tests that upstream runs with two; None for two.
-        jobs: processes of pytest at a time.
-        extra: a folder of packages that come before the environment's.
-    """
-
+    # A copy of the folder ``tests``, with nothing beside it: upstream's tests put the folder above it on the search
+    # path, and would find the checkout's DeepSpeed there.
     tests: Path
-    work: Path
-    limit: float
-    ranks: int | None = None
-    jobs: int = 2
-    extra: Path | None = None
+    work: Path  # the folder for all files
+    limit: float  # seconds that a test may take
+    ranks: int | None = None  # how many take part in the tests that upstream runs with two; None for two
+    jobs: int = 2  # workers of pytest-xdist
+    extra: Path | None = None  # a folder of packages that come before the environment's
     _numbers: Any = field(default_factory=itertools.count)
-    _running: set[subprocess.Popen[bytes]] = field(default_factory=set)
-    _stopped: bool = False
 
     @classmethod
     def of(cls, checkout: Path, work: Path, *settings: Any, **more: Any) -> "Suite":
@@ -135,7 +118,7 @@ class Suite:
         )
         with open(job.log, "wb") as log:
             command = [sys.executable, "-c", ask]
-            subprocess.run(command, env=self._environment(job, 0), stdout=log, stderr=log, check=False)
+            subprocess.run(command, env=self._environment(job), stdout=log, stderr=log, check=False)
         for line in _tail(job.log).splitlines():
             if "cannot be compiled" in line:
                 print(line)
@@ -150,10 +133,7 @@ class Suite:
         if not node:
             raise Failed(f"none of these is in {self.tests}: {', '.join(paths)}")
         job = self._job(Side(), None)
-        command = ["--collect-only", "--continue-on-collection-errors", *node]
-        with open(job.log, "wb") as log:
-            process = self._start(job, command, log, 0)
-            process.wait()
+        self._run(job, ["--collect-only", *node])
         lines = _lines(job.record)
         results = [line for line in lines if "collected" in line]
         if not results:
@@ -164,72 +144,18 @@ class Suite:
         return results[0]["collected"], {line["uncollected"]: line["text"] for line in lines if "uncollected" in line}
 
     def run(self, tests: Sequence[str], side: Side) -> dict[str, Outcome]:
-        """Run tests, ``_TOGETHER`` in a process while it lives, and return their outcomes."""
-        ordered, begin, results = sorted(tests), time.monotonic(), dict[str, Outcome]()
-        slots: SimpleQueue[int] = SimpleQueue()
-        for slot in range(self.jobs):
-            slots.put(slot)
-
-        def run_some(first: int) -> None:
-            slot = slots.get()
-            outcomes = self._run_some(ordered[first : first + _TOGETHER], side, slot)
-            slots.put(slot)
-            results.update(outcomes)
-            spent = time.monotonic() - begin
-            print(
-                f"{side.name} {len(results)}/{len(tests)} after {spent:.0f} s: {counts(outcomes.values())}", flush=True
-            )
-
-        with ThreadPoolExecutor(self.jobs) as pool:
-            try:
-                list(pool.map(run_some, range(0, len(ordered), _TOGETHER)))
-            except BaseException:
-                self._stopped = True
-                pool.shutdown(wait=False, cancel_futures=True)
-                for process in list(self._running):
-                    _kill(process)
-                raise
-        return results
-
-    def _run_some(self, tests: list[str], side: Side, slot: int) -> dict[str, Outcome]:
-        outcomes: dict[str, Outcome] = {}
-        while not self._stopped and (remaining := [test for test in tests if test not in outcomes]):
-            job = self._job(side, remaining)
-            files = list(dict.fromkeys(map(file_of, remaining)))
-            with open(job.log, "wb") as log:
-                process = self._start(job, ["--continue-on-collection-errors", *files], log, slot)
-                self._running.add(process)
-                why = self._wait(process, job)
-                self._running.discard(process)
-            shutil.rmtree(job.temporary, ignore_errors=True)
-            ended, begun = _outcomes(job.record)
-            outcomes |= ended
-            if begun is not None:
-                outcomes[begun] = Outcome(HUNG, f"{why}\n{_tail(job.log)}", self.limit)
-            elif not ended:  # nothing will run in another process either
-                text = "\n".join(line["text"] for line in _lines(job.record) if "uncollected" in line)
-                outcomes |= {test: Outcome(ERROR, text or f"not run: {why}\n{_tail(job.log)}") for test in remaining}
+        if not tests:
+            return {}
+        job = self._job(side, list(tests))
+        print(f"{side.name}: {len(tests)} tests; progress is in {job.log}", flush=True)
+        limit = ["--timeout", str(self.limit), "--timeout-method", "thread", "--max-worker-restart", str(len(tests))]
+        self._run(job, ["-n", str(self.jobs), *limit, *dict.fromkeys(map(file_of, sorted(tests)))])
+        lines = _lines(job.record)
+        outcomes = {line["test"]: Outcome.of(line) for line in lines if "test" in line}
+        why = "\n".join(line["text"] for line in lines if "uncollected" in line) or f"not run: {_tail(job.log)}"
+        outcomes |= {test: Outcome(ERROR, why) for test in tests if test not in outcomes}
+        print(f"{side.name}: {counts(outcomes.values())}", flush=True)
         return outcomes
-
-    def _wait(self, process: subprocess.Popen[bytes], job: "_PytestRun") -> str:
-        """Wait until pytest has ended, or a test takes too long; how that was."""
-        observed, since = -1, time.monotonic()
-        while True:
-            try:
-                status = process.wait(timeout=0.5)
-            except subprocess.TimeoutExpired:
-                pass
-            else:
-                _kill(process)  # ranks that a test has left running
-                return f"pytest ended with status {status} in the middle of it"
-            size = job.record.stat().st_size if job.record.is_file() else 0
-            if size != observed:
-                observed, since = size, time.monotonic()
-            limit = self.limit if _outcomes(job.record)[1] is not None else max(self.limit, _START)
-            if time.monotonic() - since > limit:
-                _kill(process)
-                process.wait()
-                return f"no end after {limit:.0f} s"
 
     def _job(self, side: Side, tests: list[str] | None) -> "_PytestRun":
         folder = self.work / "jobs" / f"{side.name}-{os.getpid()}-{next(self._numbers)}"
@@ -245,28 +171,28 @@ class Suite:
         job.file.write_text(json.dumps(content), encoding="utf-8")
         return job
 
-    def _start(self, job: "_PytestRun", arguments: list[str], log: Any, slot: int) -> subprocess.Popen[bytes]:
-        pytest = [sys.executable, "-m", "pytest", "-p", "upstream_recorder", "-p", "no:cacheprovider"]
-        # Upstream's limit ends the whole session: ours comes before it.
-        pytest += ["--basetemp", str(job.temporary), "-c", "pytest.ini"]
-        return subprocess.Popen(
-            [*pytest, *arguments],
-            cwd=self.tests,
-            env=self._environment(job, slot),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    def _run(self, job: "_PytestRun", arguments: list[str]) -> None:
+        """Run pytest to its end, and kill what it has left."""
+        command = [sys.executable, "-m", "pytest", "-p", "upstream_recorder", "-p", "no:cacheprovider"]
+        command += ["--basetemp", str(job.temporary), "-c", "pytest.ini", "--continue-on-collection-errors"]
+        command += arguments
+        how: dict[str, Any] = {"cwd": self.tests, "env": self._environment(job), "start_new_session": True}
+        with open(job.log, "wb") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **how)
+            try:
+                process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        shutil.rmtree(job.temporary, ignore_errors=True)
 
-    def _environment(self, job: "_PytestRun", slot: int) -> dict[str, str]:
+    def _environment(self, job: "_PytestRun") -> dict[str, str]:
         path = [INSIDE, job.library, *([self.extra] if self.extra else [])]
         added = {
             "UPSTREAM_JOB": str(job.file),
             "TORCH_EXTENSIONS_DIR": str(self._extensions),
             "DS_UNITTEST_TIMEOUT": str(int(10 * self.limit)),
             "DS_DISABLE_REUSE_DIST_ENV": "1",
-            "PYTEST_XDIST_WORKER": f"gw{slot}",  # by which upstream's tests choose their ports
         }
         if job.side.strategies:
             strategies = dict(zip("123", job.side.strategies, strict=True))
@@ -298,25 +224,6 @@ def _lines(record: Path) -> list[dict[str, Any]]:
         return []
     full = record.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in full]
-
-
-def _outcomes(record: Path) -> tuple[dict[str, Outcome], str | None]:
-    """Return what tests came to, and the one that has started and not ended."""
-    outcomes: dict[str, Outcome] = {}
-    begun, before = None, 0
-    for line in _lines(record):
-        if "started" in line:
-            begun, before = line["started"], line["made"]
-        elif "finished" in line:
-            outcomes[line["finished"]] = Outcome.of({**line, "made": line["made"] - before})
-            begun = None
-    return outcomes, begun
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a run of pytest with all that it has started: it leads a process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tail(log: Path) -> str:

@@ -40,15 +40,7 @@ class Placed:
             emulator.allow(self.view.data_ptr() + row * self._stride * size, self._row * size, self.use)
 
     def compare(self, before: Tensor, expected: Tensor) -> None:
-        """See that it is as expected, and all around it, or all of it if it is for reading, as before.
-
-        Args:
-            before: the whole buffer.
-            expected: expected values of the view's shape.
-
-        Raises:
-            AssertionError: it is not; says where.
-        """
+        """Raise AssertionError if it is not as expected, or, where it is only read or around it, not as ``before``."""
         bits, old = integers_of(self.buffer), integers_of(before)
         assert torch.equal(bits[self._outside], old[self._outside]), "written outside of a row"
         if not self.use & Use.WRITE:

@@ -53,14 +53,10 @@ class Comparison:
         variants: Sequence[Variant] = VARIANTS,
         oracle: Operator | None = None,
     ) -> bool:
-        """Compare one case, and return whether all bits are equal.
+        """Compare one case in all variants, and return whether all bits are equal.
 
-        Args:
-            name: name of the operator.
-            arguments: ``Placed`` ones are restored before each run, and left as the last run wrote them.
-            what: description of the case.
-            variants: the variants that the emulated kernel runs in.
-            oracle: replaces the reference if that has no answer.
+        ``Placed`` arguments are restored before each run, and left as the last run wrote them. ``oracle`` replaces the
+        reference if that has no answer.
         """
         self.cases[name] += 1
         who = "the reference"

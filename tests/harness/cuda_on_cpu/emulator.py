@@ -67,11 +67,7 @@ class Use(enum.IntFlag):
 
 
 class Emulator:
-    """Loads a library of ``building.built``; one in a process, since its operators have fixed names.
-
-    Args:
-        library: the file.
-    """
+    """Loads a library of ``building.built``; one in a process, since its operators have fixed names."""
 
     def __init__(self, library: Path) -> None:
         assert ops.DTYPES, "which defines the operators of the package, whose schemas these have"
@@ -133,7 +129,6 @@ class Emulator:
             self._library.cuda_on_cpu_count_traffic(0)
 
     def counts(self) -> Counts:
-        """Return the counters of the library."""
         results = (ctypes.c_int64 * len(Counts._fields))()
         self._library.cuda_on_cpu_counts(results)
         return Counts(*results)
@@ -148,7 +143,6 @@ class Emulator:
 
 
 def integers_of(tensor: Tensor) -> Tensor:
-    """The same bits as integers."""
     return tensor.view(INTEGERS[tensor.element_size()])
 
 

@@ -58,7 +58,6 @@ class OnDevice(Emulator):
         """Keep nothing."""
 
     def counts(self) -> Counts:
-        """Nothing is counted."""
         return Counts(*(0 for _ in Counts._fields))
 
     def current_device(self) -> int:
@@ -66,7 +65,6 @@ class OnDevice(Emulator):
         return torch.cuda.current_device() if self._device == "cuda" else 0
 
     def explained(self, message: str) -> str:
-        """Return the message unchanged."""
         return message
 
 

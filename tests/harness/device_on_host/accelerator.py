@@ -101,9 +101,6 @@ def device_on_host(library: str) -> Iterator[Order]:
     """Within this context, DeepSpeed's device is simulated: tensors know where they are, streams have an order.
 
     Afterwards, the process cannot run other cases, since torch cannot forget the device.
-
-    Args:
-        library: from ``building.built``.
     """
     register(library)
     with groups_of_device(), device_with_streams(DeviceOrder(), DeviceAccelerator) as order:

@@ -84,14 +84,10 @@ def groups_of_device() -> Iterator[None]:
 
 
 class _Work:
-    """A collective in flight, whose tensors are alive until code has waited for it.
+    """A collective of gloo's in flight, whose tensors are alive until code has waited for it.
 
     Gloo's threads release their tensors some time after ``wait``. So they receive tensors that keep no memory alive,
     and the memory of the device does not depend on the speed of these threads.
-
-    Args:
-        work: gloo's.
-        args: arguments of the collective, with tensors of the device.
     """
 
     _under_way: ClassVar[set["_Work"]] = set()

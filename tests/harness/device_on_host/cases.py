@@ -35,19 +35,12 @@ _JOB = Job(zero=SMALL, empty=False, accumulation=2, groups=2, optimizer="Adam")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a training on both.
+    """Options of a training on both."""
 
-    Attributes:
-        strategies: the strategies with a case.
-        zero: further keys of zero_optimization.
-        job: without these keys.
-        stock: the stage of DeepSpeed's that trains on the device as well; none where gradients are rounded.
-    """
-
-    strategies: Sequence[str]
-    zero: dict[str, Any] = field(default_factory=dict)
-    job: Job = _JOB
-    stock: bool = True
+    strategies: Sequence[str]  # the strategies with a case
+    zero: dict[str, Any] = field(default_factory=dict)  # further keys of zero_optimization
+    job: Job = _JOB  # without these keys
+    stock: bool = True  # the stage of DeepSpeed's that trains on the device as well; none where gradients are rounded
 
 
 OPTIONS = {
@@ -72,19 +65,13 @@ OPTIONS = {
 
 
 class Beside(NamedTuple):
-    """The comparison of a run on the device.
-
-    Attributes:
-        strategy: the name of the strategy.
-        as_on_host: whether losses, norms, decisions and weights are those of the same run on the host, to the bit.
-        from_stock: of weights, how far they are from those of stock DeepSpeed on the device, relative to the largest.
-        places: device types of parameters, and of the optimizer's weights and states.
-    """
+    """The comparison of a run on the device."""
 
     strategy: str
-    as_on_host: bool
+    as_on_host: bool  # whether losses, norms, decisions and weights are those of the same run on the host, to the bit
+    # Of weights, how far they are from those of stock DeepSpeed on the device, relative to the largest.
     from_stock: float
-    places: tuple[str, str]
+    places: tuple[str, str]  # device types of parameters, and of the optimizer's weights and states
 
 
 def beside(library: str, options: str, names: Sequence[str]) -> list[Beside]:
@@ -138,18 +125,13 @@ def watched(library: str, options: str, names: Sequence[str], folder: str) -> di
 
 
 class Resumed(NamedTuple):
-    """Differences from the saved run.
-
-    Attributes:
-        strategy: the name of the strategy.
-        loaded, resumed: after a load, and after going on: on the device, to the bit.
-        elsewhere: after a load on the host of a save of the device, or vice versa.
-    """
+    """Differences from the saved run."""
 
     strategy: str
+    # loaded, resumed: after a load, and after going on: on the device, to the bit.
     loaded: dict[str, float]
     resumed: dict[str, float]
-    elsewhere: dict[str, float]
+    elsewhere: dict[str, float]  # after a load on the host of a save of the device, or vice versa
 
 
 def resume(
@@ -199,13 +181,7 @@ def export(library: str, folder: str, names: Sequence[str]) -> list[tuple[str, l
 
 
 def exported(folder: str, name: str, **how: Any) -> list[str]:
-    """Return which weights of an export of a strategy are not those of the model when it was called.
-
-    Args:
-        folder: folder of the export.
-        name: name of the strategy.
-        how: arguments of ``export_weights``.
-    """
+    """Return which weights of an export of a strategy are not those of the model when it was called."""
     from safetensors.torch import load_file
 
     import deepspeed_ext
@@ -246,19 +222,12 @@ def _seen(engine: Any, model: Any, job: Job) -> dict[str, Tensor]:
 
 
 class Offloaded(NamedTuple):
-    """The states of a run that offloads and reloads them after each backward.
-
-    Attributes:
-        strategy: the name of the strategy.
-        same: whether the weights are those of a run without.
-        away: devices of states in between; whether those that are held for long were pinned.
-        back: devices afterwards.
-    """
+    """The states of a run that offloads and reloads them after each backward."""
 
     strategy: str
-    same: bool
-    away: tuple[str, bool]
-    back: str
+    same: bool  # whether the weights are those of a run without
+    away: tuple[str, bool]  # devices of states in between; whether those that are held for long were pinned
+    back: str  # devices afterwards
 
 
 def offload_states(
@@ -310,22 +279,15 @@ def _held(engine: Any) -> list[Tensor]:
 
 
 class Held(NamedTuple):
-    """Memory of the parameters of a model, in bytes.
-
-    Attributes:
-        strategy: the name of the strategy.
-        places: devices of slices, and whether they are pinned.
-        host, cached: bytes of slices, and of slices that are on the device as well.
-        on_host: bytes of all memory of the host that has the parameters' dtype.
-        peak: the most that memory of the device with the parameters' dtype was in a step.
-    """
+    """Memory of the parameters of a model, in bytes."""
 
     strategy: str
-    places: set[tuple[str, bool]]
+    places: set[tuple[str, bool]]  # devices of slices, and whether they are pinned
+    # host, cached: bytes of slices, and of slices that are on the device as well.
     host: int
     cached: int
-    on_host: int
-    peak: int
+    on_host: int  # bytes of all memory of the host that has the parameters' dtype
+    peak: int  # the most that memory of the device with the parameters' dtype was in a step
 
 
 def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, Any]) -> tuple[int, list[Held]]:
@@ -355,14 +317,7 @@ def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, An
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory that torch's operators have made, or used, in this context.
-
-    Args:
-        dtype: dtype of the tensors that are counted.
-
-    Attributes:
-        most: the most bytes of the device that there were after an operator.
-    """
+    """Records in ``most`` the most bytes of a dtype that the device had after an operator in this context."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

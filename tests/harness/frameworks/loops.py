@@ -19,7 +19,6 @@ Look = Callable[[Any], Any]
 
 
 def loss_of(engine: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss of a micro-batch."""
     loss: Tensor = engine(**batch).loss
     return loss
 

@@ -125,8 +125,7 @@ def make_blocks(count: int, width: int, hidden: int, pauses: Pauses | None = Non
 
 def make_rounded_blocks(count: int, width: int, hidden: int, dtype: torch.dtype) -> Blocks:
     """Make fp32 blocks with weights that this dtype represents exactly: DeepSpeed makes masters from rounded
-    weights.
-    """
+    weights."""
     blocks: Blocks = make_blocks(count, width, hidden).to(dtype).float()
     return blocks
 

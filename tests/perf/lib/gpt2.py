@@ -88,7 +88,6 @@ class Gpt2Measurement(Measurement):
     loco_bound = 0.25  # rounding to 4 bits is seen in the first steps; a model that does not train is at 1
 
     def measure(self) -> list[Row]:
-        """Return rows of all methods."""
         tiny = self.setting.name == "2x2-tiny"
         self._shape: Mapping[str, Any] = TINY if tiny else {}
         self._tokens = 32 if tiny else 128

@@ -75,7 +75,6 @@ def memory(outcome: Plan, row: Prediction) -> str:
 
 
 def seconds(row: Prediction) -> str:
-    """Return the seconds of a step."""
     return f"{row.total_seconds:.3g}"
 
 

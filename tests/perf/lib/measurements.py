@@ -75,7 +75,6 @@ class Measurement:
     # What a rank does
 
     def measure(self) -> list[Row]:
-        """Return rows of all methods."""
         self.workload = self.make_workload()
         self.turns = Turns(self.setting.ranks_per_node, self.batches)
         self.compute = Compute(self.workload)
@@ -89,14 +88,12 @@ class Measurement:
         return rows
 
     def make_workload(self) -> Workload:
-        """Return the workload of all methods."""
         setting = self.setting
         dtype = torch.bfloat16 if setting.dtype == BF16 else torch.float32
         model = partial(make_rounded_blocks, *SIZES[setting.size], dtype)
         return Workload(setting.accumulation, setting.ranks_per_node, model, optimizer=setting.optimizer, dtype=dtype)
 
     def make_methods(self) -> Iterator[Method]:
-        """Yield the methods that take turns."""
         return methods(self.names, self.workload, self.keys)
 
     @property
@@ -194,7 +191,6 @@ class Measurement:
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> Table:
-        """Return the printed rows."""
         return tabulated.measured(rows, cls.stock)
 
     @classmethod

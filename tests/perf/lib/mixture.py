@@ -52,7 +52,6 @@ class Mixture(nn.Module):
         return layers
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of rows of tokens."""
         tokens = inputs.view(-1, TOKENS, HIDDEN).requires_grad_()
         out = self.model(inputs_embeds=tokens, use_cache=False).last_hidden_state
         return (out - targets.view_as(out)).square().mean()

@@ -50,35 +50,26 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """The model, its data, and the settings that all methods share.
+    """The model, its data, and the settings that all methods share."""
 
-    Attributes:
-        accumulation, group_size: micro-batches in a step; ranks in a node, m.
-        make_model: makes the same model on every call and every rank.
-        bucket, ddp_mib: elements in a bucket of DeepSpeed, for gradients and parameters; MiB of a bucket of DDP.
-        zero, config: additional keys of ``zero_optimization``, and of the configuration, for all DeepSpeed methods.
-        lean: keys for methods that gather parameters for each use, see ``LEAN``.
-        optimizer, rate: "AdamW" or "Muon"; AdamW's learning rate.
-        whole: returns all full parameters of a model, in an order that all methods share, as one 1D tensor.
-        dtype: dtype of compute, fp32 or bf16; masters are in fp32.
-    """
-
-    accumulation: int
-    group_size: int
-    make_model: Callable[[], nn.Module]
-    bucket: int = 5_000_000
-    ddp_mib: float = 25.0
+    accumulation: int  # micro-batches in a step
+    group_size: int  # ranks in a node, m
+    make_model: Callable[[], nn.Module]  # makes the same model on every call and every rank
+    bucket: int = 5_000_000  # elements in a bucket of DeepSpeed, for gradients and parameters
+    ddp_mib: float = 25.0  # MiB of a bucket of DDP
+    # zero, config: additional keys of ``zero_optimization``, and of the configuration, for all DeepSpeed methods.
     zero: Mapping[str, Any] = field(default_factory=dict)
+    # Keys for methods that gather parameters for each use, see ``LEAN``.
     lean: Mapping[str, Any] = field(default_factory=lambda: LEAN)
-    optimizer: str = "AdamW"
+    optimizer: str = "AdamW"  # "AdamW" or "Muon"
     config: Mapping[str, Any] = field(default_factory=dict)
+    # Returns all full parameters of a model, in an order that all methods share, as one 1D tensor.
     whole: Callable[[nn.Module], Tensor] = lambda model: torch.cat([part.flatten() for part in gathered(model)])
-    dtype: torch.dtype = torch.float32
-    rate: float = 1e-3
+    dtype: torch.dtype = torch.float32  # dtype of compute, fp32 or bf16; masters are in fp32
+    rate: float = 1e-3  # AdamW's learning rate
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """Arguments of PyTorch's AdamW."""
         return {**ADAMW, "lr": self.rate}
 
     @property
@@ -198,8 +189,6 @@ class TorchMethod(Method):
 
 
 class DDP(TorchMethod):
-    """DistributedDataParallel."""
-
     def __init__(self, workload: Workload) -> None:
         setup = "no_sync() until the last micro-batch, gradient_as_bucket_view; gradients are zeroed in their buckets"
         setup += "; autocast and bf16_compress_hook" * workload.mixed
@@ -340,8 +329,7 @@ class DirectReduceScatter(ReduceScatter):
 @cache
 def _mesh(group_size: int | None) -> DeviceMesh:
     """Return a mesh of all ranks, or 2D: (nodes, ranks of a node). Created once, because it has its own process
-    groups.
-    """
+    groups."""
     ranks = dist.get_world_size()
     if group_size is None:
         return init_device_mesh("cpu", (ranks,))

@@ -35,7 +35,6 @@ TRAINABLE = {"full": 1.0, "partial": 1 / 16, "PEFT": 3 / 1000}  # the three regi
 SCALE_RANKS = (32, 64, 128, 1024)
 SCALE_METHODS = ("ZeRO-1", "ZeRO-2", "NNG", "NIG", "NGG", "ING", "III", "IIG", "IGG", "GGG")
 
-
 EXPECTED_SIZES, EXPECTED_PARAMETERS = GroupSizes(32, PER_NODE), SCALE_MODELS["7B"]
 EXPECTED_GBPS = (10, 25, 100, 200, 400)  # of a node
 EXPECTED_ACCUMULATION = (1, 4)

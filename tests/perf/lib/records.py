@@ -99,30 +99,22 @@ def _processor() -> str:
 
 @dataclass
 class Row:
-    """Measurements of one method in one setting.
-
-    Attributes:
-        seconds, stolen: of each step, a list for each round; shares of the CPU used by the machine's host.
-        link_bytes, headers: bytes that a node sent in a step, by its interface; bytes counted for a byte of payload.
-        formula_bytes: bytes that a node must receive from others; None for a peer.
-        held: bytes of parameters, gradients and optimizer states on the rank with the most.
-        difference: difference of the weights, or losses, to the first method's.
-        compute, more: seconds of a step without communication; other columns of the file.
-    """
+    """Measurements of one method in one setting."""
 
     setting: str
     mbit: float | None
     method: str
     setup: str = ""
-    seconds: list[list[float]] = field(default_factory=list)
-    stolen: list[float] = field(default_factory=list)
-    link_bytes: float = 0.0
-    headers: float = 1.0
-    formula_bytes: float | None = None
+    seconds: list[list[float]] = field(default_factory=list)  # of each step, a list for each round
+    stolen: list[float] = field(default_factory=list)  # shares of the CPU used by the machine's host
+    link_bytes: float = 0.0  # bytes that a node sent in a step, by its interface
+    headers: float = 1.0  # bytes counted for a byte of payload
+    formula_bytes: float | None = None  # bytes that a node must receive from others; None for a peer
+    # Bytes of parameters, gradients and optimizer states on the rank with the most.
     held: Sequence[float] = (0.0, 0.0, 0.0)
-    difference: float = 0.0
-    compute: float = 0.0
-    more: dict[str, Any] = field(default_factory=dict)
+    difference: float = 0.0  # difference of the weights, or losses, to the first method's
+    compute: float = 0.0  # seconds of a step without communication
+    more: dict[str, Any] = field(default_factory=dict)  # other columns of the file
 
     @property
     def steps(self) -> list[float]:
@@ -188,8 +180,7 @@ class Row:
     @classmethod
     def from_csv(cls, cells: dict[str, str]) -> "Row":
         """Return the result of a row of a file; its round has the minimum, the median, and the maximum of all
-        steps.
-        """
+        steps."""
         numbers = {name: _number(value) for name, value in cells.items()}
         rate = cells["link_mbit"]
         return cls(

@@ -177,7 +177,6 @@ class SavesMeasurement(Measurement):
         return seconds, sent / self.setting.nodes, begin
 
     def remove(self) -> None:
-        """Remove the last save."""
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self._folder / f"save{self._tag}")

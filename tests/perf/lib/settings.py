@@ -39,22 +39,17 @@ def rate_name(mbit: float | None) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on an emulated cluster, in groups of a node.
-
-    Attributes:
-        mbit: rates of a node's link, in turn.
-        size, lora: a key of ``SIZES``, of models of blocks; adapters of rank 1 are trained beside frozen blocks.
-    """
+    """A model on an emulated cluster, in groups of a node."""
 
     name: str
     nodes: int = 2
     ranks_per_node: int = 2
     accumulation: int = 4
-    mbit: tuple[float | None, ...] = (100,)
-    size: str = "large"
+    mbit: tuple[float | None, ...] = (100,)  # rates of a node's link, in turn
+    size: str = "large"  # a key of ``SIZES``, of models of blocks
     optimizer: str = ADAMW
     dtype: str = FP32
-    lora: bool = False
+    lora: bool = False  # adapters of rank 1 are trained beside frozen blocks
 
     @property
     def sizes(self) -> GroupSizes:
@@ -72,7 +67,6 @@ class Setting:
 
 
 def by_name(*settings: Setting) -> dict[str, Setting]:
-    """Return settings by their names."""
     return {setting.name: setting for setting in settings}
 
 

@@ -38,27 +38,20 @@ LOCO: dict[str, Any] = {"zeropp_loco_param": {}}
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-        strategy, against: name of the strategy, empty for ZeRO-2; the method that its losses are compared with.
-        zero, outer: additional keys of ``zero_optimization``; ``paro_outer_optimizer`` without rate and momentum.
-        noise: size of the perturbation of the first weights, relative to them.
-        bound: largest difference from ``against``, on average over seeds; with every seed, if ``each``.
-        too_coarse: the difference is larger than the bound with every seed: the task detects coarse methods.
-    """
-
-    strategy: str
-    against: str
-    zero: Mapping[str, Any] = field(default_factory=dict)
-    outer: Mapping[str, Any] | None = None
-    noise: float = 0.0
+    strategy: str  # name of the strategy, empty for ZeRO-2
+    against: str  # the method that its losses are compared with
+    zero: Mapping[str, Any] = field(default_factory=dict)  # additional keys of ``zero_optimization``
+    outer: Mapping[str, Any] | None = None  # ``paro_outer_optimizer`` without rate and momentum
+    noise: float = 0.0  # size of the perturbation of the first weights, relative to them
+    # Largest difference from ``against``, on average over seeds; with every seed, if ``each``.
     bound: float | None = None
     each: bool = False
+    # The difference is larger than the bound with every seed: the task detects coarse methods.
     too_coarse: bool = False
 
     def configured(self, optimizer: str, group_size: int) -> dict[str, Any]:
-        """Return ``zero_optimization``."""
         zero = {"paro_strategy": self.strategy, "paro_group_size": group_size} if self.strategy else {"stage": 2}
         outer = {} if self.outer is None else {"paro_outer_optimizer": {**self.outer, **OUTER_SGD[optimizer]}}
         return {**zero, **self.zero, **outer}
@@ -66,25 +59,19 @@ class Method:
 
 @dataclass(frozen=True)
 class Study:
-    """Methods that train the same model on the same text.
+    """Methods that train the same model on the same text."""
 
-    Attributes:
-        file: file of its rows, or the folder of its runs.
-        reference: the method with which all are compared on the page.
-        groups, held_out: numbers of groups, and of evaluations on held-out text by outer weights.
-        large: whether it trains the larger model, on the sources of DeepSpeed.
-    """
-
-    file: str
+    file: str  # file of its rows, or the folder of its runs
     methods: Mapping[str, Method]
-    reference: str
+    reference: str  # the method with which all are compared on the page
     optimizers: tuple[str, ...]
     steps: int
     seeds: int = 3
+    # groups, held_out: numbers of groups, and of evaluations on held-out text by outer weights.
     groups: tuple[int, ...] = (2,)
     group_size: int = 2
     bf16: bool = True
-    large: bool = False
+    large: bool = False  # whether it trains the larger model, on the sources of DeepSpeed
     held_out: int = 0
 
     @property
@@ -184,32 +171,24 @@ STUDIES = {
 
 @dataclass
 class Run:
-    """A training run.
-
-    Attributes:
-        text: fingerprint of the text.
-        losses, norms: mean loss over ranks in each step; norm of the full gradient before clipping.
-        held_out: loss on held-out text, by the number of steps taken.
-        own_loss: mean loss on held-out text with each group's own weights, one step before the end.
-        received: bytes that a rank received in a step from other groups, by the kernel's counters.
-        elements, matrices: elements of the model, and those that Muon trains.
-        parts: for each start of the program, its first step and its ``records.circumstances``.
-    """
+    """A training run."""
 
     method: str
     seed: int
-    text: str
+    text: str  # fingerprint of the text
     steps: int
     device: str = "cpu"
     seconds: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    held_out: dict[str, float] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # mean loss over ranks in each step
+    held_out: dict[str, float] = field(default_factory=dict)  # loss on held-out text, by the number of steps taken
+    # For each start of the program, its first step and its ``records.circumstances``.
     parts: list[dict[str, Any]] = field(default_factory=list)
     optimizer: str = "AdamW"
     groups: int = 2
-    norms: list[float] = field(default_factory=list)
-    own_loss: float = 0.0
-    received: float = 0.0
+    norms: list[float] = field(default_factory=list)  # norm of the full gradient before clipping
+    own_loss: float = 0.0  # mean loss on held-out text with each group's own weights, one step before the end
+    received: float = 0.0  # bytes that a rank received in a step from other groups, by the kernel's counters
+    # elements, matrices: elements of the model, and those that Muon trains.
     elements: int = 0
     matrices: int = 0
 
@@ -240,7 +219,6 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> "Run":
-        """Return the run in a file."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def found(self, folder: Path) -> "Run | None":

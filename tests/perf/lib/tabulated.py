@@ -104,7 +104,6 @@ def regret(rows: Sequence[Row]) -> float:
 
 
 def chosen(rows: Sequence[Row]) -> Row:
-    """Return the planner's choice among these."""
     return best(rows, lambda row: row.predicted or 0.0, lambda row: row.memory)
 
 
@@ -120,8 +119,7 @@ def order(rows: Sequence[Row]) -> float:
 
 def equal_speed(rows: Sequence[Row], name: str) -> Table:
     """Return for each peer, the fastest first, the smallest of NIG and IIG that is as fast at 100 Mbit/s: exact (with
-    reductions in the peer's precision), and in few bits.
-    """
+    reductions in the peer's precision), and in few bits."""
     rows = [row for row in rows if (row.setting, row.mbit) == (name, 100)]
     header = ["peer", "seconds", "MB held", "exact, same speed", "MB", "4 bits, same speed", "MB"]
     lines = []
@@ -140,8 +138,7 @@ def _beside(row: Row, peer: Row) -> str:
 
 def smallest_as_fast(peer: Row, rows: Sequence[Row], forms: Sequence[str]) -> Row | None:
     """Return the row of NIG or IIG in one of these forms that is at least as fast as the peer and takes the least
-    memory.
-    """
+    memory."""
     names = {name + form for name in ("NIG", "IIG") for form in forms}
     as_fast = [row for row in rows if row.method in names and speed(row, peer).value >= 1]
     return min(as_fast, key=lambda row: (row.memory, row.median), default=None)
@@ -166,8 +163,7 @@ def overlap_seconds(rows: Sequence[Row]) -> Table:
 
 def overlap_against(rows: Sequence[Row]) -> Table:
     """Return, for each setting and compute: the speed of the best strategy that takes no more memory relative to a
-    peer, the planner's order, the cost of its choice, and the share of accurate predictions.
-    """
+    peer, the planner's order, the cost of its choice, and the share of accurate predictions."""
     header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "within 10 %"]
     lines = []
     for name, ratio in ((name, ratio) for name in OVERLAP for ratio in RATIOS):
@@ -193,8 +189,7 @@ def overlap_against(rows: Sequence[Row]) -> Table:
 
 def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
     """Return seconds of a step of each method at each rate, the exposed part of them, kB of a step, and MB per
-    rank.
-    """
+    rank."""
     rows_by_key = {(row.setting, row.method): row for row in rows}
     cases = [case for case in OUTER.values() if case.ranks_per_node == ranks_per_node]
     lines = []
@@ -234,8 +229,7 @@ def saves(rows: Sequence[Row]) -> Table:
 
 def stopped_share(row: Row, rows: Sequence[Row]) -> float | None:
     """Return the time for which an asynchronous save stops training, relative to a synchronous save; None for
-    others.
-    """
+    others."""
     if "asynchronous" not in row.method:
         return None
     key = (row.setting, row.more["disk"], row.method.partition(",")[0])

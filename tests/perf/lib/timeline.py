@@ -46,18 +46,14 @@ SUMMED, OVERLAPPING, EMULATED = "small models", "large model", "emulated compute
 
 @dataclass(frozen=True)
 class Case:
-    """A measured row, with the inputs of its prediction.
+    """A measured row, with the inputs of its prediction."""
 
-    Attributes:
-        row, campaign: the measurement; see above. In the first campaign nothing overlaps.
-        plain, strategy: whether it is a plain stage, and its strategy without groups.
-        sent, sizes, model: compression, group sizes, and the model, with the compute measured without communication.
-    """
-
-    row: Row
-    campaign: str
+    row: Row  # the measurement
+    campaign: str  # see above. In the first campaign nothing overlaps
+    # plain, strategy: whether it is a plain stage, and its strategy without groups.
     plain: bool
     strategy: Strategy
+    # sent, sizes, model: compression, group sizes, and the model, with the compute measured without communication.
     sent: Compression
     sizes: GroupSizes
     model: Model
@@ -161,7 +157,6 @@ class HostCosts:
     coding: float = 1e-9
 
     def rates(self, case: Case, slowness: float) -> Rates:
-        """Return the rates of a case's hops."""
         sizes = case.sizes
         host = sizes.ranks / CORES * slowness
         link = 0.0 if case.row.mbit is None else sizes.group_size * 8 / (case.row.mbit * 1e6) * FRAME

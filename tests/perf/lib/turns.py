@@ -133,8 +133,7 @@ class Turns:
 
     def warm_up(self, method: Method, watch: bool = True) -> list[float]:
         """Open connections, record modules, and create moments; return the bytes of states on the rank with the
-        most.
-        """
+        most."""
         for number in range(WARM_UP_STEPS):
             method.step(self._batches(method), watch=watch and number > 0)
             method.finish()
@@ -180,8 +179,7 @@ class Turns:
 
     def _undisturbed(self, run: Callable[[], list[float]], steps: int) -> Turn:
         """Take a turn from which the host of this machine has taken little CPU time: the best of several, unless it is
-        long.
-        """
+        long."""
         tried: list[Turn] = []
         while len(tried) < TRIES:
             tried.append(self._turn(run, steps))

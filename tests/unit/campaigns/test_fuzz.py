@@ -110,7 +110,6 @@ FOUND = {
     ),
 }
 
-
 # In the deep tier.
 LATER = ("a gate reads", "parameters in the graph", "saves were taken", "sums in 16 bits", "with round_robin")
 IN_DEEP = [what for what in FOUND if what.startswith(LATER)]

@@ -170,7 +170,6 @@ def failing(fault: str, rank: int) -> Iterator[None]:
 
 
 def host_groups() -> int:
-    """Return the number of host process groups of asynchronous saves."""
     channels = [channel for channel in gc.get_objects() if isinstance(channel, HostChannel)]
     return sum(group.gloo is not None for channel in channels for group in channel._groups)
 

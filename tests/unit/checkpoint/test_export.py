@@ -31,11 +31,7 @@ HOST_BYTES = 992  # in two buffers, less than most tensors have
 
 @pytest.mark.parametrize(
     "dtype, names",
-    [
-        ("bf16", ("NIG", "IIG")),
-        ("fp32", ("III", "3")),
-        *deep(("fp32", REPLICATED), ("bf16", PARTITIONED)),
-    ],
+    [("bf16", ("NIG", "IIG")), ("fp32", ("III", "3")), *deep(("fp32", REPLICATED), ("bf16", PARTITIONED))],
     ids=by_strategies,
 )
 def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:

@@ -37,7 +37,6 @@ FAULTS = ("missing", "truncated", "empty", "of another save", "of no checkpoint"
 
 
 def spoil(path: Path, fault: str) -> None:
-    """Do this to a file."""
     if fault == "missing":
         path.unlink()
     elif fault == "truncated":
@@ -353,7 +352,6 @@ def make_on_nodes(job: Any, name: str = "NGG") -> tuple[Any, Any]:
 
 
 def node_dir(folder: str) -> str:
-    """Where this node's disk is."""
     return f"{folder}/node{dist.get_rank() // 2}"
 
 

@@ -36,13 +36,11 @@ def publish(folder: Any) -> None:
 
 
 def save(folder: Any, text: str) -> None:
-    """Save, as one rank does."""
     write(folder, text)
     publish(folder)
 
 
 def read(folder: Any) -> set[str]:
-    """Return the contents of the checkpoint that a load finds."""
     return {path.read_text() for path in (folder.save_dir / folder.actual_tag()).glob("*_states.pt")}
 
 
@@ -165,7 +163,6 @@ def test_nested_tags_keep_each_other(tmp_path: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the sorted names in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -319,13 +316,8 @@ def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) 
     with monkeypatch.context() as patch:
         paths = ((Path, name) for name in ("mkdir", "rename", "replace", "write_text"))
         calls = ((os, name) for name in ("link", "unlink", "rmdir"))
-        for owner, name in (
-            *paths,
-            *calls,
-            (shutil, "copystat"),
-            (owned_folder, "_exchange"),
-            (owned_folder, "create_marker"),
-        ):
+        others = ((shutil, "copystat"), (owned_folder, "_exchange"), (owned_folder, "create_marker"))
+        for owner, name in (*paths, *calls, *others):
             patch.setattr(owner, name, guarded(getattr(owner, name)))
         try:
             save(folder, "second")

@@ -32,16 +32,8 @@ from tests.harness.tiers import deep
 
 LOST = [("NIG + LoCo", 1), ("IIG", 0)]
 CROSSING = ("residuals", "layer_", "expp_rank")  # files that each rank has, or that DeepSpeed has one rank write
-MORE = deep(
-    ("NNN", 0),
-    ("NIG", 0),
-    ("IIG", 1),
-    ("III", 0),
-    ("NIG + TP", 1),
-    ("NII + experts", 0),
-    ("III + experts", 0),
-    ("IIG + experts", 1),
-)
+MORE = deep(("NNN", 0), ("NIG", 0), ("IIG", 1), ("III", 0))
+MORE += deep(("NIG + TP", 1), ("NII + experts", 0), ("III + experts", 0), ("IIG + experts", 1))
 
 
 @pytest.mark.parametrize("name, node", [*LOST, *MORE])
@@ -282,13 +274,11 @@ GIB = 2**30
 
 
 def folder_of(memory: Path, save_dir: Path, run: str) -> Any:
-    """The folder of a job."""
     config: Any = SimpleNamespace(_param_dict={"checkpoint": {"memory_folder": str(memory)}})
     return MemoryFolder(config, save_dir, run)
 
 
 def publish(folder: Any, number: int, **more: Any) -> None:
-    """A whole save of one rank."""
     staging = folder.create_staging(number, 0)
     (staging / "file").write_bytes(b"12345")
     identity = Identity(number, "tag", 3, 1.0, "", "model", 1)

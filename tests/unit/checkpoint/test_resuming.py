@@ -214,7 +214,6 @@ class Growing(nn.Linear):
     saves = 0
 
     def get_extra_state(self) -> Any:
-        """Zeros."""
         Growing.saves += 1
         return self.weight.new_zeros(Growing.saves)
 

@@ -3,6 +3,7 @@
 """Checkpoints of any strategy or stage, loaded by any other: unchanged if both shard equally, or as universal ones."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,7 @@ SOME = ("NII", "IIG", "2", "3")
 
 @pytest.mark.parametrize(
     "dtype, sources, targets",
-    [
-        ("bf16", ("III", "NIG", "2", "3"), 1),
-        *deep(("fp32", ALL, 2), ("bf16", SOME, 2), ("fp16", SOME, 2)),
-    ],
+    [("bf16", ("III", "NIG", "2", "3"), 1), *deep(("fp32", ALL, 2), ("bf16", SOME, 2), ("fp16", SOME, 2))],
     ids=by_strategies,
 )
 def test_each_strategy_loads_from_the_others(
@@ -251,14 +249,8 @@ def interchange_case(
     folder: str, pairs: list[tuple[Any, ...]], dtype: str, universal: bool
 ) -> list[tuple[Any, float, float]]:
     """Relative differences of weights and momentum between a run and one that another has begun."""
-    job = training.Job(
-        sizes=(13, 37, 29, 29, 7),
-        optimizer="Muon",
-        dtype=dtype,
-        groups=2,
-        empty=False,
-        config={"checkpoint": {"load_universal": universal}},
-    )
+    config = UNIVERSAL if universal else {}
+    job = training.Job((13, 37, 29, 29, 7), False, optimizer="Muon", dtype=dtype, groups=2, config=config)
     first, then = snapshots.steps_of(job, 3), snapshots.steps_of(job, 2, skip=3)
 
     def keys(name: str, zero: dict[str, Any]) -> dict[str, Any]:
@@ -294,3 +286,30 @@ def interchange_case(
         assert all(torch.isfinite(item).all() for kind in results[1] for item in kind)
         rows.append(((saved, loaded, both, more), *apart))
     return rows
+
+
+def test_stock_loads_saves_of_iig_with_their_sub_groups(ranks: Any, tmp_path: Path) -> None:
+    """Sub-groups of IIG are smaller than DeepSpeed's default."""
+    for others, same in ranks(4).run(smaller_sub_groups_case, str(tmp_path)):
+        assert others and same == {}, (others, same)
+
+
+def smaller_sub_groups_case(folder: str) -> tuple[str, dict[str, float]]:
+    """Return the error of a load with DeepSpeed's default, and what differs after one with the page's value."""
+    job = training.Job(optimizer="Adam", empty=False, zero={"allgather_bucket_size": 600})
+    engine, model = training.make_engine(job, training.placed("IIG"))
+    assert len(engine.optimizer.fp16_groups) > 1
+    snapshots.run(engine, job, snapshots.steps_of(job, 2))
+    engine.save_checkpoint(folder, "tag")
+    saved = snapshots.snapshot(engine, model, job)
+    engine.destroy()
+    dist.barrier()
+    engine, _ = training.make_engine(job, {"stage": 3})
+    error = snapshots.error_of(engine.load_checkpoint, folder, "tag")
+    engine.destroy()
+    job = replace(job, zero={**job.zero, "sub_group_size": 600 // dist.get_world_size()})
+    engine, model = training.make_engine(job, {"stage": 3})
+    engine.load_checkpoint(folder, "tag")
+    loaded = snapshots.snapshot(engine, model, job)
+    engine.destroy()
+    return error, snapshots.difference(saved, loaded)

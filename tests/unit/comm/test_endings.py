@@ -91,8 +91,7 @@ def test_signal_ends_all_ranks(ends: dict[str, Ended]) -> None:
 
 def given_up_case() -> tuple[float, str, int]:
     """Exit after an error while the other rank does not join a reduction. Return the seconds, the error of the
-    reduction, and the number of running threads.
-    """
+    reduction, and the number of running threads."""
     group = dist.new_group([0, 1])
     queue, failure = TransferQueue(overlap=True, on_thread=True), "none"
     if dist.get_rank() == 0:
@@ -142,8 +141,7 @@ def test_multiprocessing_child_completes_updates_at_exit(ranks: Any) -> None:
 
 def wait_case() -> tuple[int, int]:
     """Return the number of unfinished transfers of IIG before and after ``wait_for_updates``; the other group steps
-    late.
-    """
+    late."""
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **training.SMALL))
     x, y = next(training.batches(job))

@@ -158,7 +158,6 @@ SPANS = st.builds(Span, st.integers(0, 30), st.integers(0, 20))
 
 
 def elements(*spans: Span) -> list[int]:
-    """Return the elements of spans, in order."""
     return [element for span in spans for element in range(span.start, span.stop)]
 
 

@@ -28,8 +28,7 @@ def parts(sender: int, size: int, number: int) -> list[Any]:
 
 def swap_case(late: int, dropped: bool) -> list[bool]:
     """Return whether each all-to-all delivered its parts. All are started before the first wait, and one rank starts
-    late. One handle may be dropped meanwhile; its result is not checked.
-    """
+    late. One handle may be dropped meanwhile; its result is not checked."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if rank == late:
         time.sleep(0.3)

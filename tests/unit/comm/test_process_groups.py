@@ -111,8 +111,7 @@ def test_groups_are_created_once_per_data_parallel_group(ranks: Any) -> None:
 
 def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]], dict[str, list[int] | None]]:
     """Return the ranks of this rank's groups, whether a second call returns the same groups, and ranks with the same
-    shard by placement.
-    """
+    shard by placement."""
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
     for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):
@@ -136,8 +135,7 @@ def test_one_split_creates_all_disjoint_groups(ranks: Any, collides: bool) -> No
 
 def splitting_case(collides: bool) -> tuple[list[list[int]], list[Any]]:
     """Return the ranks of groups that a backend creates by splits, and the arguments of the splits. ``collides``: the
-    first two lists of the first split have the same hash.
-    """
+    first two lists of the first split have the same hash."""
     splits: list[Any] = []
 
     def split(parent: Any = None, split_ranks: Any = (), timeout: Any = None) -> Any:
@@ -203,5 +201,4 @@ def test_groups_are_destroyed_with_their_parent(ranks: Any) -> None:
 
 
 def threads_case() -> int:
-    """Return the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))

@@ -62,10 +62,7 @@ def test_bucket_is_copied_once_and_freed_before_second_hop(kind: Any, spread: bo
         reduction = GradientRedistribution(kind("intra"), kind("inter"))
         plan = plan_bucket((layout,), tuple((0, span) for span in spans))
         packed = reduction.pack_bucket([torch.cat(gradients)] if together else gradients, plan, Placement.G)
-        message, move = (
-            StorageWeakRef(packed.untyped_storage()),
-            reduction.reduce_bucket(packed, plan, Placement.G),
-        )
+        message, move = (StorageWeakRef(packed.untyped_storage()), reduction.reduce_bucket(packed, plan, Placement.G))
         del packed
         packed_values = result(move)
     contents = reduction.bucket_contents(plan, Placement.G)

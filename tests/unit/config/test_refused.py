@@ -42,11 +42,6 @@ def cannot(key: str, strategy: str) -> str:
     return f"^{re.escape(key)} cannot be combined with zero_optimization.paro_strategy {hyphenate(strategy)}: "
 
 
-def in_zero(key: str) -> str:
-    """Return the name of a key of the section."""
-    return f"zero_optimization.{key}"
-
-
 def alone(*rows: tuple[dict[str, Any], str]) -> list[Row]:
     """Return rows of sections that are refused whatever else is configured."""
     return [(section, {}, message) for section, message in rows]
@@ -57,6 +52,13 @@ def beside(strategy: dict[str, Any], key: str, zero: dict[str, Any], why: str = 
     return strategy | zero, extra, cannot(key, strategy["paro_strategy"]) + why
 
 
+def in_zero(strategy: dict[str, Any], key: str, zero: dict[str, Any], why: str = "", **extra: Any) -> Row:
+    return beside(strategy, f"zero_optimization.{key}", zero, why, **extra)
+
+
+# Keys that need a strategy.
+KEYS = {"group_size": 1, "overlap_updates": True, "outer_optimizer": {}, "parameter_cache_bytes": 1}
+KEYS |= {"memory_gb": 1, "decision_file": "file", "micro_step_seconds": 1}
 STRATEGY = alone(
     (
         {"paro_strategy": "NGI"},
@@ -67,15 +69,7 @@ STRATEGY = alone(
     ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'N-I-G'\\?"),
     *(
         ({f"paro_{key}": value}, f"paro_{key} is set .* without zero_optimization.paro_strategy")
-        for key, value in (
-            ("group_size", 1),
-            ("overlap_updates", True),
-            ("outer_optimizer", {}),
-            ("parameter_cache_bytes", 1),
-            ("memory_gb", 1),
-            ("decision_file", "file"),
-            ("micro_step_seconds", 1),
-        )
+        for key, value in KEYS.items()
     ),
     (
         {"stage3_leaf_bytes": 1},
@@ -139,40 +133,36 @@ OUTER = alone(
     (outer() | UPDATES, "paro_quantized_updates cannot be combined"),
 )
 OTHER_PACKAGES: list[Row] = [
-    beside(NIG, in_zero("zenflow"), {"zenflow": {}}),
-    beside(
-        IIG,
-        in_zero("offload_optimizer.super_offload"),
-        {"offload_optimizer": {"device": "cpu", "super_offload": True}},
-    ),
-    beside(GGG, in_zero("offload_optimizer.device"), {"offload_optimizer": NVME}),
-    beside(IIG, in_zero("zero_hpz_partition_size"), {"zero_hpz_partition_size": 2}),
-    beside(NIG, in_zero("zero_quantized_nontrainable_weights"), {"zero_quantized_nontrainable_weights": True}),
-    beside(GGG, in_zero("reduce_scatter"), {"zeropp_loco_param": {}, "reduce_scatter": False}),
-    beside(NIG, in_zero("reduce_scatter"), {"zero_quantized_gradients": True, "reduce_scatter": False}),
-    beside(IIG, in_zero("elastic_checkpoint"), {"elastic_checkpoint": True}),
-    beside(NIG, in_zero("save_muon_momentum_buffer_in_memory"), {"save_muon_momentum_buffer_in_memory": True}),
+    in_zero(NIG, "zenflow", {"zenflow": {}}),
+    in_zero(IIG, "offload_optimizer.super_offload", {"offload_optimizer": {"device": "cpu", "super_offload": True}}),
+    in_zero(GGG, "offload_optimizer.device", {"offload_optimizer": NVME}),
+    in_zero(IIG, "zero_hpz_partition_size", {"zero_hpz_partition_size": 2}),
+    in_zero(NIG, "zero_quantized_nontrainable_weights", {"zero_quantized_nontrainable_weights": True}),
+    in_zero(GGG, "reduce_scatter", {"zeropp_loco_param": {}, "reduce_scatter": False}),
+    in_zero(NIG, "reduce_scatter", {"zero_quantized_gradients": True, "reduce_scatter": False}),
+    in_zero(IIG, "elastic_checkpoint", {"elastic_checkpoint": True}),
+    in_zero(NIG, "save_muon_momentum_buffer_in_memory", {"save_muon_momentum_buffer_in_memory": True}),
     beside(GGG, "compile.deepcompile", {}, compile={"deepcompile": True}),
     beside(NIG, "compile.deepcompile", {}, compile={"deepcompile": True, "passes": ["autosp", "z1"]}),
     beside(NIG, "compile.passes autosp", {}, compile={"deepcompile": True, "passes": ["autosp"]}),
     beside(IIG, "compile.passes autotp", {}, compile={"deepcompile": True, "passes": ["autotp"]}),
-    beside(NIG, in_zero("offload_param"), {"offload_param": CPU}),
-    beside(NIG, in_zero("stage3_module_granularity_threshold"), {"stage3_module_granularity_threshold": 9}),
+    in_zero(NIG, "offload_param", {"offload_param": CPU}),
+    in_zero(NIG, "stage3_module_granularity_threshold", {"stage3_module_granularity_threshold": 9}),
     *(
-        beside(IIG, in_zero("paro_parameter_cache_bytes"), {"paro_parameter_cache_bytes": 9} | offload, ".*offload_p")
+        in_zero(IIG, "paro_parameter_cache_bytes", {"paro_parameter_cache_bytes": 9} | offload, ".*offload_p")
         for offload in ({}, {"offload_param": {"device": "none"}})
     ),
     *(
-        beside(
+        in_zero(
             strategy,
-            in_zero("paro_parameter_cache_bytes"),
+            "paro_parameter_cache_bytes",
             {"paro_parameter_cache_bytes": 9} | offload,
             ".*with such slices: I-N-G, I-I-G, I-G-G. ",
         )
         for strategy, offload in ((NIG, {}), (III, {"offload_param": CPU}), (GGG, {"offload_param": CPU}))
     ),
     *(
-        beside(strategy, in_zero(key), {name: value})
+        in_zero(strategy, key, {name: value})
         for strategy in (IIG, GGG)
         for key, name, value in (
             ("offload_param.device", "offload_param", NVME),
@@ -181,15 +171,15 @@ OTHER_PACKAGES: list[Row] = [
         )
     ),
     *(
-        beside(strategy, in_zero("zero_quantized_weights"), {"zero_quantized_weights": True}, why)
+        in_zero(strategy, "zero_quantized_weights", {"zero_quantized_weights": True}, why)
         for strategy, why in (
             (NIG, ".*; paro_quantized_updates quantizes the changes of each step"),
             (III, "no parameters are sent .*; paro_quantized_updates quantizes sums of gradients"),
             (GGG, r"parameters are gathered unquantized\. Remove one"),
         )
     ),
-    beside(GGG, in_zero("paro_quantized_updates"), UPDATES, "with p = G, no rank holds"),
-    beside(III, in_zero("reduce_scatter"), UPDATES | {"reduce_scatter": False}, "an all-reduce has no"),
+    in_zero(GGG, "paro_quantized_updates", UPDATES, "with p = G, no rank holds"),
+    in_zero(III, "reduce_scatter", UPDATES | {"reduce_scatter": False}, "an all-reduce has no"),
     *(
         beside(
             NIG,
@@ -200,16 +190,12 @@ OTHER_PACKAGES: list[Row] = [
         )
         for kind in ("fp16", "bf16")
     ),
-    beside(NIG, in_zero("paro_quantized_updates.bits"), WITHOUT_LOSS, '"exact" needs .* of 16 bits'),
-    beside(
-        III,
-        in_zero("paro_quantized_updates.bits"),
-        WITHOUT_LOSS,
-        '"exact" applies .* sends sums of',
-        bf16={"enabled": True},
+    in_zero(NIG, "paro_quantized_updates.bits", WITHOUT_LOSS, '"exact" needs .* of 16 bits'),
+    in_zero(
+        III, "paro_quantized_updates.bits", WITHOUT_LOSS, '"exact" applies .* sends sums of', bf16={"enabled": True}
     ),
     beside(IIG, "torch_autocast.enabled", UPDATES, ".*must stay equal", torch_autocast={"enabled": True}),
-    beside(III, in_zero("pipeline_loading_checkpoint"), {"pipeline_loading_checkpoint": True}),
+    in_zero(III, "pipeline_loading_checkpoint", {"pipeline_loading_checkpoint": True}),
     beside(III, "checkpoint.use_node_local_storage", {}, checkpoint={"use_node_local_storage": True}),
 ]
 # DeepSpeed's words for what it has removed, and ours for MiCS.
@@ -236,7 +222,7 @@ MICS: list[Row] = [
         )
         for off in ({}, {"mics_shard_size": -1})
     ),
-    ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, {}, cannot(in_zero("zero_hpz_partition_size"), "III")),
+    ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, {}, "zero_hpz_partition_size cannot be .* I-I-I: "),
     ({"stage": 3}, {"mics_shard_size": 2}, "'mics_shard_size' is at the top level .*move it into zero_optimization"),
     ({"mics_shard_size": 2}, {"elasticity": {"enabled": True}}, "Elastic training has been removed"),
 ]
@@ -297,7 +283,7 @@ QUANTIZED_UPDATES: list[Row] = [
         (
             UPDATES | {"stage": 3} | key,
             {},
-            rf"^{in_zero('paro_quantized_updates')} cannot be combined with .*with p = G",
+            r"^zero_optimization.paro_quantized_updates cannot be combined with .*with p = G",
         )
         for key in ({"zeropp_loco_param": {}}, {"stage3_leaf_bytes": True})
     ),
@@ -393,7 +379,6 @@ def test_saves_of_ours_need_a_strategy(ranks: Any) -> None:
 
 
 def make_engine(zero: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Make an engine, as a script does."""
     training.make_engine(training.Job(config=extra), zero)
 
 

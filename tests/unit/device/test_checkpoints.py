@@ -12,7 +12,6 @@ from tests.harness.tiers import deep
 
 LOCO = {"zeropp_loco_param": {}}
 
-
 RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
     ("Adam", {}, ("NIG", "IIG"), False),
     ("Adam", {**LOCO, **cases.PINNED}, ("IIG", "NII"), True),
@@ -29,12 +28,7 @@ RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
     ids=str,
 )
 def test_resumed_run_matches_uninterrupted_run_on_both(
-    run_on_device: Any,
-    tmp_path: Path,
-    optimizer: str,
-    zero: dict[str, Any],
-    names: tuple[str, ...],
-    from_device: bool,
+    run_on_device: Any, tmp_path: Path, optimizer: str, zero: dict[str, Any], names: tuple[str, ...], from_device: bool
 ) -> None:
     for rows in run_on_device(cases.resume, str(tmp_path), names, optimizer, zero, from_device):
         assert rows == [(name, {}, {}, {}) for name in names]

@@ -17,7 +17,6 @@ LATER = ("pinned", "pageable", "overflow", "LoCo, pageable", "parameters, cached
 SOME = {"on the device": ("NIG", "GGG"), "parameters": ("IGG",), "parameters, in few bits": ("ING",)}
 SOME |= {"outer, pinned": ("INI",), "Muon": ("NIG",)}
 
-
 CASES = [(options, names) for options, names in (EVERY | SOME).items() if options not in LATER]
 
 
@@ -40,13 +39,12 @@ WATCHED = [
     *deep(
         *((options, ("NIG", "IGG")) for options in ("offload", "offload, LoCo")),
         *(
-            (options, ("ING",))
-            for options in ("in few bits, offload", "parameters on the host", "parameters, in few bits")
+            (options, (name,))
+            for options in ("in few bits, offload", "parameters, in few bits")
+            for name in ("ING", "IIG")
         ),
-        *(
-            (options, ("IIG",))
-            for options in ("in few bits, offload", "parameters, in few bits", "parameters, pageable")
-        ),
+        ("parameters on the host", ("ING",)),
+        ("parameters, pageable", ("IIG",)),
         ("saves aside", ("NIG", "IIG", "NNI", "III", "GGG")),
         ("saves aside, offload", ("NIG", "IIG")),
         ("pageable", ("NGG",)),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.emulation import network
 from scripts.emulation.launching import environment
 
 SLOW, MBIT, SLOW_MBIT = 2, 400, 40  # rank, and so node, whose link is slow; Mbit/s of others and of that
@@ -30,15 +29,7 @@ main()
 """
 
 
-@pytest.mark.root
-def test_planted_faults_are_named(tmp_path: Path) -> None:
-    if lacks := network.missing():
-        pytest.skip(f"needs {'; '.join(lacks)}")
-    try:
-        with network.Network(1):
-            pass
-    except RuntimeError as error:
-        pytest.skip(f"namespaces and limits are not permitted here: {error}")
+def test_planted_faults_are_named(emulation: None, tmp_path: Path) -> None:
     script, report = tmp_path / "faulty.py", tmp_path / "report.json"
     script.write_text(FAULTY)
     cluster = [sys.executable, "-m", "scripts.emulation.cluster", "--nodes", "4", "--ranks-per-node", "1"]

@@ -184,15 +184,8 @@ def test_links_are_plotted() -> None:
 
 
 # What each operator writes, by position.
-WRITTEN = {
-    "loco_compress": (1, 3),
-    "loco_decompress": (1,),
-    "loco_difference": (2,),
-    "loco_apply": (1,),
-    "lossless_measure": (2,),
-    "lossless_pack": (3,),
-    "lossless_apply": (1,),
-}
+WRITTEN = {"loco_compress": (1, 3), "loco_decompress": (1,), "loco_difference": (2,), "loco_apply": (1,)}
+WRITTEN |= {"lossless_measure": (2,), "lossless_pack": (3,), "lossless_apply": (1,)}
 
 
 def operators(broken: str = "", position: int = 0) -> Any:

@@ -112,7 +112,6 @@ sys.modules["deepspeed_ext"] = None
 sys.meta_path[:] = [finder for finder in sys.meta_path if "deepspeed_ext" not in type(finder).__module__]
 """
 
-
 CHANGES = {
     "removed": ("runtime/engine.py", '    @hook("save_as_a_whole")\n', ""),
     "another": ("deepspeed_ext_hooks.py", "VERSION = 2", "VERSION = 3"),

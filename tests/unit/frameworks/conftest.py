@@ -10,15 +10,8 @@ import pytest
 from tests.harness import ranks as rank_pools
 
 # What the cases use of the frameworks, which import most of themselves late.
-_FRAMEWORKS = (
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "trl.trainer.sft_trainer",
-    "trl.trainer.dpo_trainer",
-    "lightning.pytorch.strategies.deepspeed",
-    "bitsandbytes",
-)
+_FRAMEWORKS = ("transformers.trainer", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.sft_trainer")
+_FRAMEWORKS += ("trl.trainer.dpo_trainer", "lightning.pytorch.strategies.deepspeed", "bitsandbytes")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

@@ -43,14 +43,8 @@ def test_launcher(tmp_path: Path) -> None:
     config.write_text(json.dumps(for_accelerate(placed(strategy))))
     options = {"--num_processes": "2", "--num_machines": "1", "--mixed_precision": "no", "--dynamo_backend": "no"}
     options |= {"--deepspeed_config_file": str(config), "--main_process_port": "0"}
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--use_deepspeed",
-        "--module",
-        *itertools.chain(*options.items()),
-    ]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--module"]
+    command += itertools.chain(*options.items())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     arguments = ["tests.harness.frameworks.accelerated", strategy, str(tmp_path)]
     run = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=240)

@@ -136,17 +136,17 @@ def several_engines_case() -> list[tuple[str, bool]]:
 
     from tests.harness import training
 
-    job = training.Job(empty=False)
+    job = training.Job(empty=False, accumulation=2, zero=training.SMALL)
     zeros: list[dict[str, Any]] = [
         {"paro_strategy": "NIG", "paro_group_size": 2},
         {"stage": 2},
-        {"paro_strategy": "GIG", "paro_group_size": 2},
+        {"paro_strategy": "IIG", "paro_group_size": 2},
         {"stage": 3},
     ]
     training.train(job, {"stage": 3})  # it replaces torch's linear for good, by one that rounds otherwise
     alone = [training.train(job, zero).weights for zero in zeros]
     engines = [(*training.make_engine(job, zero), training.batches(job)) for zero in zeros]
-    for number in range(job.steps):
+    for number in range(job.steps * job.accumulation):
         for engine, _, data in engines:
             training.micro_step(engine, job, number, *next(data))
             engine.step()

@@ -95,7 +95,6 @@ activation.deactivate()
 assert ds_config.get_zero_config is theirs
 """
 
-
 RELOADED = """
 import importlib, os
 from __main__ import destroy_process_group
@@ -181,7 +180,6 @@ BROKEN = {
     "gate gone": (GATE_GONE, "deepspeed.runtime.config.get_zero_config no longer exists"),
     "version": (VERSION, "its version is 0.20.1, supported is >=0.19.8,<0.20"),
 }
-
 
 # Stock DeepSpeed, imported before the package is active.
 STOCK = """

@@ -178,8 +178,7 @@ def test_choice_table_is_logged(ranks: Any) -> None:
 
 def report_case() -> list[list[tuple[str, str]]]:
     """Return the logged and printed lines with a budget, a threshold, one without effect, and one that splits
-    experts.
-    """
+    experts."""
     job = training.Job(network=mixtures.Mixtures, empty=False)
     thresholds = ({"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in (100, 5, 60))
     keys = [{"stage3_leaf_bytes": True}, *thresholds]
@@ -228,7 +227,6 @@ def bad_case() -> list[str]:
 
 
 def make(zero: dict[str, Any]) -> str:
-    """The class of the optimizer."""
     engine, _ = training.make_engine(training.Job(network=mixtures.Mixtures, empty=False), zero)
     return type(engine.optimizer).__name__
 

@@ -28,7 +28,6 @@ BLOCKS = {"stage3_leaf_bytes": 22_000}  # blocks of experts fit, and layers do n
 
 
 def exact(rows: list[Any]) -> None:
-    """Check that no bit differs."""
     for row in rows:
         assert (row.weights, row.losses, row.norms) == (0.0, 0.0, 0.0), row
         assert row.replicas_equal and row.same_decisions, row
@@ -85,8 +84,7 @@ def test_units_chosen_by_hand(ranks: Any, name: str) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "layers, chunks",
-    [(("III",), ("GNG",)), *deep((PARTITIONED[::2], PARTITIONED[1::2]), (PARTITIONED[1::2], ()))],
+    "layers, chunks", [(("III",), ("GNG",)), *deep((PARTITIONED[::2], PARTITIONED[1::2]), (PARTITIONED[1::2], ()))]
 )
 def test_every_strategy(ranks: Any, layers: tuple[str, ...], chunks: tuple[str, ...]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, steps=2)

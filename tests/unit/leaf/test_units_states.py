@@ -45,12 +45,7 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     choices = choose(model, Settings(budget, 0, 10**9))
     sizes = [choice.numel for choice in choices if choice.kind.value == "coarse"]
     sizes += [sum(numel_of(p) for e in chunk for p in e.parameters()) for choice in choices for chunk in choice.chunks]
-    return (
-        budget,
-        most[0],
-        max(sizes),
-        predicted_live(choices, model, LiveLimits(10**9, 0, 0, 0)),
-    )
+    return (budget, most[0], max(sizes), predicted_live(choices, model, LiveLimits(10**9, 0, 0, 0)))
 
 
 def test_persistent_parameters_stay_during_first_step(ranks: Any) -> None:
@@ -60,8 +55,7 @@ def test_persistent_parameters_stay_during_first_step(ranks: Any) -> None:
 
 def persistent_case() -> list[list[bool]]:
     """Return whether all small parameters are available after each of three forwards: with our optimizer without and
-    with units, and with stock.
-    """
+    with units, and with stock."""
     rows, ours = [], {"paro_strategy": "GGG"}
     for keys in (ours, {**ours, "stage3_module_granularity_threshold": 60}, {"stage": 3}):
         job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
@@ -96,8 +90,7 @@ def checkpoint_case(
     folder: str, network: str, keys: dict[str, Any], strategy: str
 ) -> tuple[list[list[float]], list[dict[str, float]], float | None]:
     """Return the losses of a run, after a load from units or windows, after a resume with these, and after a load into
-    them; the differences after these three; and the distance of zero_to_fp32's weights.
-    """
+    them; the differences after these three; and the distance of zero_to_fp32's weights."""
     job = job_of(getattr(mixtures, network))
     leaf_section = {"leaf_module": {"classes": ["PackedMixture"]}} if network == "Packed" else {}
     plain, ours = training.placed(strategy, **leaf_section), training.placed(strategy, **keys)
@@ -132,8 +125,7 @@ def test_unit_parameters_are_read_and_changed_alone(ranks: Any, keys: dict[str, 
 
 def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
     """Return whether a change of one of a unit's parameters inside GatheredParameters is visible in a forward there,
-    and in later forwards, which gather the complete unit again; and the same with small persistent parameters.
-    """
+    and in later forwards, which gather the complete unit again; and the same with small persistent parameters."""
     forwards = []
     for persistence in (0, 100, 10**6):
         job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": persistence})
@@ -164,8 +156,7 @@ def test_units_without_optimizer_or_gradients(ranks: Any, keys: dict[str, Any]) 
 
 def inference_case(keys: dict[str, Any]) -> list[bool]:
     """Return whether an engine without an optimizer gives the model's output in several forwards, and a training
-    engine in eval mode between two steps.
-    """
+    engine in eval mode between two steps."""
     job = job_of(mixtures.Mixtures)
     torch.manual_seed(3)
     model = mixtures.Mixtures(job.sizes)
@@ -235,8 +226,7 @@ def test_gradients_are_freed_after_evaluation_and_recompute(ranks: Any, keys: di
 
 def gradients_case(keys: dict[str, Any]) -> list[int]:
     """Return the largest number of gradient elements at a time in steps: plain, after a forward that only one rank
-    keeps and an evaluation, and with checkpointing.
-    """
+    keeps and an evaluation, and with checkpointing."""
     most = []
     for checkpointing in (None, False):
         job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
@@ -273,8 +263,7 @@ def test_frozen_thawed_and_unused_parameters(ranks: Any, keys: dict[str, Any]) -
 
 def frozen_case(keys: dict[str, Any]) -> list[float]:
     """Return the distance to stock weights if parameters are frozen later, thawed later, or not in the optimizer.
-    Copies of the model are made meanwhile.
-    """
+    Copies of the model are made meanwhile."""
 
     def train(zero: dict[str, Any], how: str) -> torch.Tensor:
         job = job_of(mixtures.Mixtures, clipping=0.0)

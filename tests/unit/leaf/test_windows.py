@@ -60,8 +60,7 @@ def train(
     name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
     """Train two steps; return losses, full weights, and the result of ``look`` at the end. Ranks have their own
-    tokens.
-    """
+    tokens."""
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
@@ -120,7 +119,6 @@ def architecture_case(name: str, implementations: Sequence[str]) -> list[tuple[s
 
 
 def least(name: str) -> int:
-    """Return the smallest budget of a model."""
     return max(_least_bytes(module) for module in make_model(name).modules())
 
 
@@ -191,8 +189,7 @@ def test_peak_of_gathered_elements_and_bytes_sent(ranks: Any) -> None:
 
 def measured_case() -> list[Any]:
     """Return for strategies: the elements gathered at a time, their prediction, and those of two windows; and the
-    bytes that this rank receives in two steps with windows, and without.
-    """
+    bytes that this rank receives in two steps with windows, and without."""
     tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     start = collectives.pairwise_all_to_all
     counted: dict[str, int] = {}
@@ -233,8 +230,7 @@ def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
 def access_case() -> tuple[bool, float, bool, float, bool]:
     """Return whether generation equals stock's; the difference of an evaluation; whether a gathered parameter is
     complete and a change of it is used; the difference of a gradient; and whether a copy of the experts has its own
-    weights.
-    """
+    weights."""
     ids = torch.arange(6).view(1, 6)
     results: list[Any] = []
     copies: list[bool] = []
@@ -273,8 +269,7 @@ def test_interrupted_backward_leaves_no_state(ranks: Any) -> None:
 
 def given_up_case() -> dict[str, bool]:
     """Return whether weights equal those of a run without the micro-batch that raised in backward, between two
-    windows.
-    """
+    windows."""
 
     class Interrupted(Exception):
         pass
@@ -323,8 +318,7 @@ def test_unsupported_experts_stay_together(ranks: Any) -> None:
 
 def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
     """Return the error of a budget below one expert; and for each module with packed experts its kind and the start of
-    the reason.
-    """
+    the reason."""
 
     class UnknownExperts(mixtures.PackedExperts):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

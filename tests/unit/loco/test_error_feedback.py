@@ -146,7 +146,6 @@ class Copies(TorchDispatchMode):
         self.records: list[tuple[str, str, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             self.records.append((args[1].device.type, args[0].device.type, not (args[2:] or [False])[0]))

@@ -30,8 +30,7 @@ def test_06_hop_computes_mean_for_all_shapes_and_ranks(ranks: Any, world: int, b
 
 def mean_case(bits: int) -> list[tuple[str, float, float]]:
     """Return shape and dtype, the projection of the result on the fp64 mean, and the largest error relative to its
-    bound.
-    """
+    bound."""
     world, rank = dist.get_world_size(), dist.get_rank()
     hop = LocoHop(dist.get_world_group(), "hop", LocoSettings(bits=bits))
     rows = []
@@ -64,11 +63,7 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "dtype, names",
-    [
-        ("fp16", ("NIG", "IIG")),
-        ("fp32", ("NGG", "GGG")),
-        *deep(*((dtype, SKIPS) for dtype in ("fp16", "fp32"))),
-    ],
+    [("fp16", ("NIG", "IIG")), ("fp32", ("NGG", "GGG")), *deep(*((dtype, SKIPS) for dtype in ("fp16", "fp32")))],
 )
 def test_09_skipped_step_keeps_errors(ranks: Any, names: tuple[str, ...], dtype: str) -> None:
     for rows in ranks(4).run(skip_case, names, dtype):
@@ -131,10 +126,7 @@ def dropped_case() -> bool:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "accumulation, names",
-    [(1, ("NNN",)), (2, ("NGG", "IIG")), *deep((1, RESETS), (3, RESETS))],
-)
+@pytest.mark.parametrize("accumulation, names", [(1, ("NNN",)), (2, ("NGG", "IIG")), *deep((1, RESETS), (3, RESETS))])
 def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(reset_case, accumulation, names):
         for name, has_errors, messages in rows:
@@ -145,8 +137,7 @@ def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation
 
 def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, list[bool], float]]:
     """Return whether there are errors after each of seven steps with resets after three, and how often each was
-    updated.
-    """
+    updated."""
     job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
     rows = []
     for name in names:

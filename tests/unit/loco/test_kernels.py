@@ -178,8 +178,7 @@ def test_nothing_is_written_after_a_row() -> None:
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 def test_unsent_differences_are_sent_later(dtype: torch.dtype, bits: int) -> None:
     """There is no drift: the replica is within a quantization step of the last difference, and converges in a
-    pause.
-    """
+    pause."""
     torch.manual_seed(1)
     packing, width = Packing(bits, 128), 1000
     master = torch.randn(1, width) * 0.02
@@ -292,7 +291,6 @@ class Largest(TorchDispatchMode):
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._given:

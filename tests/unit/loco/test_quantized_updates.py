@@ -55,21 +55,13 @@ class Sent(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Observations of a strategy's run on this rank.
+    """Observations of a strategy's run on this rank."""
 
-    Attributes:
-        messages: differences with elements that this rank sent.
-        as_decoded: whether parameters after a step equal the previous ones plus the decoded difference.
-        close: whether they were within a quantization step of the update; a skipped step sends nothing.
-        equal: whether replicas were equal on all ranks after each step.
-        distance: distance to the optimizer's weights at the end, in the largest steps of the last differences.
-    """
-
-    messages: int
-    as_decoded: bool
-    close: bool
-    equal: bool
-    distance: float
+    messages: int  # differences with elements that this rank sent
+    as_decoded: bool  # whether parameters after a step equal the previous ones plus the decoded difference
+    close: bool  # whether they were within a quantization step of the update; a skipped step sends nothing
+    equal: bool  # whether replicas were equal on all ranks after each step
+    distance: float  # distance to the optimizer's weights at the end, in the largest steps of the last differences
 
 
 @contextlib.contextmanager
@@ -91,7 +83,6 @@ def differences(sent: list[Sent]) -> Iterator[None]:
 
 
 def run(job: Job, name: str) -> Seen:
-    """Train with a strategy."""
     engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
     data = training.batches(job)
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
@@ -177,8 +168,7 @@ def test_lossless_updates_do_not_change_training(ranks: Any, job: str, names: tu
 
 def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
     """Return whether losses, norms, and weights equal those without the key, bit for bit; and the number of encoded
-    messages.
-    """
+    messages."""
     rows = {}
     for name in names:
         with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
@@ -213,8 +203,7 @@ def test_changes_from_outside_are_sent_unencoded(
 
 def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, tuple[float, float, bool]]:
     """Return the largest distance of parameters to the optimizer's weights on any rank, before the change and one step
-    after it, and whether replicas are equal then.
-    """
+    after it, and whether replicas are equal then."""
 
     def distance(engine: Any) -> float:
         if hasattr(engine.optimizer, "parameters"):
@@ -297,8 +286,7 @@ def test_errors_of_sums_are_sent_with_next_sums(ranks: Any) -> None:
 def feedback_case() -> tuple[float, float, bool, float]:
     """Return the distance of the mean of 50 gathered sums to the sum, if steps are applied and if they are skipped;
     whether all ranks get the same bits; and the squared distance of changing sums, relative to that of the first one,
-    which has no error.
-    """
+    which has no error."""
     numel, off, equal = 1001, [], True
     for applied, varies in ((True, False), (False, False), (True, True)):
         generator, squares = torch.Generator().manual_seed(3), []
@@ -353,8 +341,7 @@ def test_loads_warn_about_missing_and_unused_errors(ranks: Any, tmp_path: Any) -
 
 def halves_case(folder: str) -> list[list[str]]:
     """Return the warnings of loads: errors of one half of an all-reduce into both, both into one, and both into
-    both.
-    """
+    both."""
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():
@@ -380,8 +367,7 @@ def test_padding_of_optimizer_weights_is_zero_after_a_load(ranks: Any) -> None:
 
 def padding_case() -> tuple[bool, bool]:
     """Return whether the optimizer's weights have padding here or on other ranks, and whether it is zero after they
-    were copied from the model into reused memory.
-    """
+    were copied from the model into reused memory."""
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
     optimizer, hold = engine.optimizer, FlatUpdates._allocate_partitions

@@ -186,8 +186,7 @@ def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path
 
 def moved_case(folder: str) -> tuple[bool, ...]:
     """Return whether a converted checkpoint finds its residuals: after a move, with an old path, and with another's
-    path.
-    """
+    path."""
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_engine(job, loco)
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)

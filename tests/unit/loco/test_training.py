@@ -23,7 +23,6 @@ from tests.harness.training import PARTITIONED, REPLICATED
 
 ALL = (*REPLICATED, *PARTITIONED)
 
-
 ROWS = [("fp32", 1, ("NNN", "NGG", "III", "GGG", "2", "3")), ("bf16", 3, ("NIG", "IIG")), ("fp16", 2, ("NIG", "IIG"))]
 
 
@@ -64,8 +63,7 @@ def test_unsent_gradients_are_sent_in_later_steps(ranks: Any, accumulation: int,
 
 def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
     """Return for each strategy the relative error of the mean gradient, with and without feedback. With accumulation,
-    some steps skip layers.
-    """
+    some steps skip layers."""
     steps = 8
     job = training.Job(accumulation=accumulation, clipping=0.0, empty=False, groups=2, zero=training.SMALL)
 
@@ -114,8 +112,7 @@ def test_padding_stays_zero(ranks: Any) -> None:
 
 def padding_case() -> list[tuple[str, int, float]]:
     """Return the number of padding elements in this rank's shards, and their largest value at the boundary,
-    rotated.
-    """
+    rotated."""
     job, rows = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2), []
     for name in ("NNN", "NIG", "NGG", "III", "GGG"):
         engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"hadamard": True}))
@@ -155,8 +152,7 @@ def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:
 
 def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
     """Return the largest difference of weights to the same run without offload, the device of errors, and whether they
-    are pinned.
-    """
+    are pinned."""
     rows, job = [], training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL)
     for name in ("NIG", "IIG"):
         keys, devices = training.placed(name, zeropp_loco_param={}), []
@@ -257,8 +253,7 @@ def test_monitor_comms_logger_and_timers(ranks: Any, tmp_path: Path) -> None:
 
 def monitor_case(folder: str) -> tuple[list[list[str]], set[str], int]:
     """Train three steps with all of them enabled; return the names of communication records, including gathers of
-    sums, the timers that have run, and the number of samples.
-    """
+    sums, the timers that have run, and the number of samples."""
     config = {
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
         "comms_logger": {"enabled": True, "prof_all": True},

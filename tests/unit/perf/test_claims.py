@@ -14,7 +14,7 @@ from scripts import ROOT
 from tests.harness.documents import page
 from tests.perf import cluster, tables
 from tests.perf.lib import network, records, studies, tabulated
-from tests.perf.lib.records import RESULTS, Row, read_rows
+from tests.perf.lib.records import RESULTS, Row, read_rows, seconds_of
 from tests.perf.lib.settings import BOTH, LOCO
 
 pytestmark = pytest.mark.quick
@@ -101,9 +101,9 @@ def table(name: str) -> dict[str, list[str]]:
     return {line[0]: line for line in tables.TABLES[name]()[1]}
 
 
-def missing(sentences: Iterable[str]) -> list[str]:
-    """Sentences that the page does not have."""
-    text = " ".join(page(PAGE).text.split())
+def missing(sentences: Iterable[str], name: str = PAGE) -> list[str]:
+    """Sentences that a page does not have."""
+    text = " ".join(page(name).text.split())
     return [said for said in sentences if said not in text]
 
 
@@ -215,3 +215,44 @@ def test_figures_of_one_host_have_their_rows() -> None:
         f"adds {float(imported[-1]):.1f} ms",
     )
     assert not missing(sentences)
+
+
+def test_figures_of_guides_have_their_rows() -> None:
+    def taken(rows_by_method: dict[str, Row], *methods: str) -> list[str]:
+        return [f"{seconds_of(rows_by_method[method].median)} s" for method in methods]
+
+    cluster, gpt2 = rows(tables.CLUSTER, "2x2-large-4"), rows("gpt2_cluster.csv", "2x2-gpt2")
+    lora, slow = rows("host_parameters.csv", "2x2-LoRA-100"), rows("host_parameters.csv", "2x2-LoRA-15", 15)
+    leaf = {row["case"]: row for row in read_rows(RESULTS / "leaf_overhead.csv") if row["ranks"] == "1"}
+    saved = {(row.method, row.more["disk"]): row for row in records.read("saves.csv") if row.setting == "2x2-25M-1000"}
+    lean, defaults, iig, nig, hsdp = taken(cluster, "ZeRO-3", "ZeRO-3 defaults", "IIG", "NIG", "HSDP")
+    of_lora = "ZeRO-3 takes {}, I-N-G {}".format(*taken(lora, "ZeRO-3", "ING"))
+    of_mixture = taken(rows("mixture_cluster.csv", "2x2-100"), "ZeRO-3", "IIG", "AutoEP, NIG")
+    of_leaf = [f"{float(leaf[case]['milliseconds_median']):,.0f} ms" for case in ("plain", "zero3", "ours")]
+    stops = [
+        f"{saved[method, disk].more['critical_seconds']:.2f} s"
+        for disk in ("slow", "real")
+        for method in ("IIG", "IIG, asynchronous")
+    ]
+    less = f"in {100 * (1 - share(cluster, 'IIG', 'HSDP')):.0f} % less memory"
+    sentences = {
+        "coming_from": (f"a step takes {iig} and HSDP's {hsdp}, {less}",),
+        "how_to/slow_network": (
+            f"ZeRO-3 without caching takes {lean} per step (with its defaults {defaults}), I-I-G {iig}, N-I-G {nig}",
+            of_lora,
+        ),
+        "how_to/lora": (
+            f"I-N-G is {times(lora, 'ING', 'ZeRO-3'):.1f} times as fast as ZeRO-3 at 100 Mbit/s, "
+            f"and {times(slow, 'ING', 'ZeRO-3'):.1f} times at 15 Mbit/s",
+        ),
+        "how_to/moe": (
+            "plain PyTorch takes {} per micro-batch, ZeRO-3 {}, ZeRO-3 with `stage3_leaf_bytes` {}".format(*of_leaf),
+            "ZeRO-3 takes {} per step, I-I-G {}, AutoEP with N-I-G {}".format(*of_mixture),
+        ),
+        "how_to/saving": (
+            "a save of I-I-G stops training for {}, and an asynchronous one for {}. On the machine's own disk "
+            "these are {} and {}".format(*stops),
+        ),
+        "how_to/frameworks": (f"is {times(gpt2, 'NIG', 'ZeRO-3'):.1f} times as fast under N-I-G as under ZeRO-3",),
+    }
+    assert not [said for name, some in sentences.items() for said in missing(some, f"deepspeed_ext/{name}.md")]

@@ -18,28 +18,20 @@ from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import pipelines
 from tests.harness.tiers import deep
+from tests.harness.training import NOTHING_KEPT
 
 CLUSTER = GroupSizes(4, 2)  # of a stage
 MICRO_BATCHES = 2
 WIDTHS = (1700, 1500, 1600, 1800)
-ZERO = {
-    "reduce_bucket_size": 20_000,
-    "allgather_bucket_size": 20_000,
-    "stage3_param_persistence_threshold": 0,
-    "stage3_prefetch_bucket_size": 0,
-    "stage3_max_reuse_distance": 0,
-}
-RELATIVE, ABSOLUTE = (
-    0.02,
-    4000,
-)  # relative to the expected bytes; bytes of norms, losses, and ZeRO-3's compared records
+ZERO = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, **NOTHING_KEPT}
+RELATIVE, ABSOLUTE = 0.02, 4000  # of the expected bytes; bytes of norms, losses, and ZeRO-3's compared records
 
 
 @pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((("NNG", "GGG"),))], ids="".join)
 def test_bytes_and_memory_match_the_formula(ranks: Any, names: tuple[str, ...]) -> None:
     results = ranks(8).run(flush_case, names)
     for index, name in enumerate(names):
-        strategy = STRATEGIES[name]
+        strategy, mean = STRATEGIES[name], [0.0, 0.0, 0.0, 0.0]
         for rank, rows in enumerate(results):
             numel, received, gradients, parameters = rows[index]
             states = ModelStates.of(numel, parameter_bytes=4, gradient_bytes=4)
@@ -48,23 +40,15 @@ def test_bytes_and_memory_match_the_formula(ranks: Any, names: tuple[str, ...]) 
             intra = sum(received[node : node + 2])
             inter = sum(received[first : first + 4]) - intra
             volume = strategy.volume(CLUSTER, states, MICRO_BATCHES)
-            # A bucket belongs to a few ranks' shards, so single ranks receive more or less; see the mean below.
+            # A bucket belongs to a few ranks' shards, so single ranks receive more or less than on average.
+            both = (intra, inter, volume.intra, volume.inter)
+            mean = [a + b / 8 for a, b in zip(mean, both, strict=True)]
             assert intra <= 1.5 * volume.intra + ABSOLUTE and inter <= 1.5 * volume.inter + ABSOLUTE, (name, rank)
             memory = strategy.memory(CLUSTER, states)
             # Gradients that were reduced between groups during the backward are in the optimizer's shard.
             most = memory.gradients + (states.gradients / CLUSTER.shards(strategy.os) if name == "NIG" else 0)
             assert memory.gradients <= gradients <= 1.02 * most + ABSOLUTE, (name, rank)
             assert memory.parameters <= parameters <= 1.02 * memory.parameters + ABSOLUTE, (name, rank)
-        mean = [0.0, 0.0, 0.0, 0.0]
-        for rank, rows in enumerate(results):
-            numel, received, _, _ = rows[index]
-            volume = strategy.volume(
-                CLUSTER, ModelStates.of(numel, parameter_bytes=4, gradient_bytes=4), MICRO_BATCHES
-            )
-            node, first = rank // 2 * 2, rank // 4 * 4
-            intra = sum(received[node : node + 2])
-            both = (intra, sum(received[first : first + 4]) - intra, volume.intra, volume.inter)
-            mean = [a + b / 8 for a, b in zip(mean, both, strict=True)]
         assert mean[:2] == pytest.approx(mean[2:], rel=RELATIVE, abs=ABSOLUTE), name
 
 

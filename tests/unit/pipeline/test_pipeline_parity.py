@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from tests.harness import pipelines
 from tests.harness.tiers import by_strategies, deep
-from tests.harness.training import PARTITIONED, REPLICATED, SMALL
+from tests.harness.training import PARTITIONED, REPLICATED, SMALL, placed
 
 SOME = ("NIG", "IIG")
 
@@ -79,8 +79,7 @@ def test_other_options_match_zero_1(ranks: Any, pipe: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "experts, world, group, names",
-    [(2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))],
+    "experts, world, group, names", [(2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))]
 )
 def test_mixtures_of_experts_match_zero_1(
     ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]
@@ -177,11 +176,8 @@ def tensor_parallel_case() -> list[Any]:
     """
     pipe, topology = pipelines.Pipe(2, 2, 2, zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1}, topology=topology)
-    rows = []
-    for name in SOME:
-        keys = {"paro_strategy": name, "paro_group_size": 1}
-        rows.append(pipelines.apart(name, pipelines.train_pipeline(pipe, keys, topology=topology), stock))
-    return rows
+    ours = {name: pipelines.train_pipeline(pipe, placed(name, 1), topology=topology) for name in SOME}
+    return [pipelines.apart(name, run, stock) for name, run in ours.items()]
 
 
 def test_evaluation_between_steps(ranks: Any) -> None:
@@ -193,8 +189,7 @@ def evaluation_case() -> dict[str, list[float]]:
     """Return losses of alternating training and evaluation."""
     losses_by_engine = {}
     for name in ("1", "NIG", "IIG"):
-        keys = {"stage": 1} if name == "1" else {"paro_strategy": name, "paro_group_size": 1}
-        engine = pipelines.make_pipeline(pipelines.Pipe(), keys)
+        engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1))
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
         losses_by_engine[name] = []
         for _ in range(2):

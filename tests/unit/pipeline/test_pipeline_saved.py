@@ -14,7 +14,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from tests.harness import pipelines, snapshots
 from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep
-from tests.harness.training import SMALL
+from tests.harness.training import SMALL, placed
 
 SOME, OTHERS = ("NIG", "IIG"), ("NNG", "III")
 
@@ -36,8 +36,7 @@ def resume_case(folder: str, tied: bool, experts: int, names: tuple[str, ...]) -
     pipe = pipelines.Pipe(2, 2, optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2, experts=experts)
     rows = []
     for name in names:
-        keys = {"paro_strategy": name, "paro_group_size": 1}
-        engine = pipelines.make_pipeline(pipe, keys)
+        engine = pipelines.make_pipeline(pipe, placed(name, 1))
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
         engine.train_batch(data)
         engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
@@ -45,7 +44,7 @@ def resume_case(folder: str, tied: bool, experts: int, names: tuple[str, ...]) -
         weights, _ = pipelines.everybodys_weights(engine.module)
         engine.destroy()
 
-        engine = pipelines.make_pipeline(pipe, keys)
+        engine = pipelines.make_pipeline(pipe, placed(name, 1))
         engine.train_batch(pipelines.batches(7))  # something to be overwritten
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
         for _ in range(pipe.micro_batches):
@@ -58,11 +57,6 @@ def resume_case(folder: str, tied: bool, experts: int, names: tuple[str, ...]) -
         rows.append((name, equal, again == losses))
         engine.destroy()
     return rows
-
-
-def keys_of(name: str) -> dict[str, Any]:
-    """Return the keys of a strategy or a stage."""
-    return {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": 1}
 
 
 @pytest.mark.parametrize("saved, loaded", [("NIG", "1"), ("IIG", "GGG"), *deep(("1", "NIG"), ("NIG", "NNG"))])
@@ -95,7 +89,7 @@ def other_stages_case(folder: str, saved: str, loaded: str, stages: int = 0) -> 
         pipes[1] = replace(pipes[0], stages=stages, config=config)
     states, losses = [], []
     for pipe, name in zip(pipes, (saved, loaded), strict=True):
-        engine = pipelines.make_pipeline(pipe, keys_of(name))
+        engine = pipelines.make_pipeline(pipe, placed(name, 1))
         engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank(), seed=len(states)))
         if states:  # the load overwrites other weights
             engine.load_checkpoint(folder)
@@ -134,13 +128,12 @@ def weights_case(folder: str) -> list[tuple[str, float, float]]:
     load no optimizer states."""
     pipe, rows, stepped = pipelines.Pipe(clipping=0.0, optimizer="Adam", micro_batches=2), [], {}
     for name in ("NIG", "IIG"):
-        keys = {"paro_strategy": name, "paro_group_size": 1}
-        engine = pipelines.make_pipeline(pipe, keys)
+        engine = pipelines.make_pipeline(pipe, placed(name, 1))
         engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
         engine.save_checkpoint(f"{folder}/{name}")
         saved, _ = pipelines.everybodys_weights(engine.module)
         engine.destroy()
-        engine = pipelines.make_pipeline(pipe, keys)
+        engine = pipelines.make_pipeline(pipe, placed(name, 1))
         for part in ("load_module_only", "load_optimizer_states"):
             engine.load_checkpoint(f"{folder}/{name}", **{part: part == "load_module_only"})
             loaded, equal = pipelines.everybodys_weights(engine.module)

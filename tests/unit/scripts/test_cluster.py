@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.emulation import network
 from scripts.emulation.launching import environment
 from tests.harness.tiers import deep
 
@@ -82,18 +81,6 @@ os.write(1, (" ".join(known) + "\\n").encode())  # at once: the ranks of a node 
 """
 
 Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture(scope="module")
-def emulation() -> None:
-    """Skips where this machine cannot emulate a network, as a container may not."""
-    if lacks := network.missing():
-        pytest.skip(f"needs {'; '.join(lacks)}")
-    try:
-        with network.Network(1):
-            pass
-    except RuntimeError as error:
-        pytest.skip(f"namespaces and limits are not permitted here: {error}")
 
 
 @pytest.fixture

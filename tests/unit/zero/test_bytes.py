@@ -19,7 +19,7 @@ from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placemen
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import experts, networks, training
 from tests.harness.tiers import by_strategies, deep
-from tests.harness.training import PARTITIONED, REPLICATED, placed
+from tests.harness.training import NOTHING_KEPT, PARTITIONED, REPLICATED, placed
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters, so that message headers and norms are negligible
 LARGER = (512, 1023, 1024, 600)  # 2.2 million parameters, for 4-bit messages
@@ -35,7 +35,6 @@ RELATIVE, ABSOLUTE = (
 # The formula gathers each parameter twice in a micro-step. DeepSpeed gathers it less often if it keeps it from one use
 # to the next: because it is small, prefetched, or soon used again, as the last layer, with which backward begins. With
 # these keys it releases each when the module that owns it has run.
-TWICE = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
 HELD = (*REPLICATED, *(name for name in PARTITIONED if name[0] == "I"))  # parameters, between steps
 
 Bytes = tuple[float, float]  # within the group, between groups
@@ -53,10 +52,7 @@ def check(
 ) -> None:
     """Compare each micro-step with the formula: traffic that is due once per step must be sent at the boundary.
 
-    Args:
-        rows: counted bytes.
-        cluster, states, accumulation, sent: arguments of the formula.
-        exchange: further traffic of a step.
+    ``exchange`` returns further traffic of a step.
     """
     for name, counted in rows:
         micro_step, rest = Volume(), exchange(STRATEGIES[name])
@@ -206,7 +202,7 @@ def bytes_case(
     )
     rows: list[Row] = []
     for name in names:
-        engine, model = training.make_engine(job, placed(name, group, **TWICE))
+        engine, model = training.make_engine(job, placed(name, group, **NOTHING_KEPT))
         data = training.batches(job)
         meters = [TrafficMeter() for _ in range(steps * accumulation)]
         # A step of one micro-step precedes: it records the order of the modules, which ranks compare once.

@@ -57,8 +57,7 @@ def differences(strategy: str, **how: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "strategy, beside",
-    [("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis")],
+    "strategy, beside", [("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis")]
 )
 def test_sequence_parallel_ranks_form_one_replica(ranks: Any, strategy: str, beside: str) -> None:
     for from_stock, from_first in ranks(4).run(sequence_parallel_case, strategy, beside):

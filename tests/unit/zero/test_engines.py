@@ -102,30 +102,3 @@ def strategies_in_turn_case() -> list[tuple[str, float, float, bool]]:
         gap = ((weights[0] - weights[1]).abs().max() / weights[1].abs().max()).item()
         rows.append((str(name), lost, gap, training.replicas_equal(weights[0])))
     return rows
-
-
-def test_two_engines_do_not_affect_each_other(ranks: Any) -> None:
-    assert ranks(4).run(two_engines_case) == [[0.0, 0.0]] * 4
-
-
-def two_engines_case() -> list[float]:
-    """Return the difference that it makes for two engines if the other one trains alternately."""
-    job = Job(accumulation=2, zero=SMALL)
-
-    def run(names: list[str]) -> list[torch.Tensor]:
-        engines = [(*training.make_engine(job, placed(name)), training.batches(job)) for name in names]
-        for number in range(4):
-            for engine, _, data in engines:
-                training.micro_step(engine, job, number, *next(data))
-            for engine, *_ in engines:
-                engine.step()
-        weights = [training.whole_weights(model) for _, model, _ in engines]
-        for engine, *_ in engines:
-            engine.destroy()
-        return weights
-
-    names = ["IIG", "III"]
-    return [
-        (both - alone).abs().max().item()
-        for both, alone in zip(run(names), run(names[:1]) + run(names[1:]), strict=True)
-    ]

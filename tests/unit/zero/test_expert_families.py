@@ -104,10 +104,7 @@ def test_parity_of_experts_of_autoep(
 
 @pytest.mark.parametrize(
     "ep, world, group, accumulation, names",
-    [
-        (2, 4, 1, 2, ("NIG", "IGG")),
-        *deep(*((ep, 8, 2, 3, (*REPLICATED, *PARTITIONED)) for ep in (2, 4))),
-    ],
+    [(2, 4, 1, 2, ("NIG", "IGG")), *deep(*((ep, 8, 2, 3, (*REPLICATED, *PARTITIONED)) for ep in (2, 4)))],
     ids=by_strategies,
 )
 def test_parity_of_experts_folded_into_tensor_parallelism(
@@ -262,13 +259,8 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     universal = Job(sizes=SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}})
     Path(folder, "NIG", "universal", "zero").mkdir(parents=True, exist_ok=True)
     wider = Job(sizes=SIZES, network=type("", (networks.RoutedOverTwo,), {"more": 3}), optimizer="Adam")
-    refused = [
-        refusal(universal, "NIG", tag="universal"),
-        refusal(routed, "NII"),
-        refusal(wider, "NIG"),
-        refusal(universal, "NII"),
-        refusal(routed, "NIG", "IIG"),
-    ]
+    refused = [refusal(universal, "NIG", tag="universal"), refusal(routed, "NII"), refusal(wider, "NIG")]
+    refused += [refusal(universal, "NII"), refusal(routed, "NIG", "IIG")]
     if dist.get_rank() == 0:
         for path in Path(folder, "NIG", "global_step1").glob("layer_0_expert_*"):
             path.unlink()

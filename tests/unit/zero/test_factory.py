@@ -44,11 +44,7 @@ def kilobytes(name: str, parameters: float, gradients: float, optimizer: float) 
 MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, Any]]] = {
     "fp32": ({}, (40, 24, 72), {}),
     "bf16": ({}, (20, 12, 72), {"bf16": {"enabled": True}}),
-    "bf16, fp32 sums": (
-        {},
-        (20, 24, 72),
-        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-    ),
+    "bf16, fp32 sums": ({}, (20, 24, 72), {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
     "optimizer offloaded": ({"offload_optimizer": CPU}, (40, 24, 0), {}),
     "offloaded to nothing": ({"offload_optimizer": {"device": "none"}}, (40, 24, 72), {}),
     "parameters offloaded": ({"offload_param": CPU, "offload_optimizer": CPU}, (0, 24, 0), {}),
@@ -122,7 +118,6 @@ def test_the_log_says_if_loco_compresses_nothing(ranks: Any, kernels: bool, grou
 
 
 NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "IIG"))
-
 
 # Ranks, the model or optimizer, keys, the message, and alternatives that work.
 REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any]]]]] = [
@@ -259,11 +254,7 @@ def unsupported_case(feature: str, zero: dict[str, Any]) -> None:
         "mixed dtypes": lambda: torch.optim.SGD(parameters),
         "NorMuon": lambda: type(feature, (torch.optim.SGD,), {})(parameters, lr=0.1),
     }.get(feature, lambda: MuonWithAuxAdam([{"params": matrices, "use_muon": True}]))()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
     deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
 

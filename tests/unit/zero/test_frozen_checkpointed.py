@@ -14,18 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_ext.integration import fork
 from tests.harness import training
 from tests.harness.tiers import by_strategies, deep
-from tests.harness.training import PARTITIONED, Job, placed
+from tests.harness.training import NOTHING_KEPT, PARTITIONED, Job, placed
 
 WIDTH, BLOCKS = 64, 3
 LINEAR = WIDTH * (WIDTH + 1)
 BLOCK = 2 * LINEAR + 2 * WIDTH  # frozen elements
 ADAPTERS = 2 * 2 * WIDTH
 HOST = "ING with parameters on the host"
-NOTHING_KEPT = {
-    "stage3_prefetch_bucket_size": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_param_persistence_threshold": 0,
-}
 
 
 class Adapted(nn.Module):
@@ -37,7 +32,6 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the adapter's output."""
         return self.base(x) + self.up(self.down(x))
 
 
@@ -51,7 +45,6 @@ class Block(nn.Module):
         self.first, self.second = Adapted(), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply all layers."""
         if self._use_reentrant is None:
             return x + self._inside(x)
         return x + checkpoint(self._inside, x, use_reentrant=self._use_reentrant)
@@ -73,7 +66,6 @@ class Checkpointed(nn.Module):
         self.last = nn.Linear(WIDTH, sizes[-1]).requires_grad_(False)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the blocks."""
         x = self.first(x).requires_grad_()
         for block in self.blocks:
             x = block(x) if self.inside else checkpoint(block, x, use_reentrant=self._use_reentrant)

@@ -67,22 +67,6 @@ def compare_case() -> tuple[list[str], bool]:
     return errors, bool(within and not compares_in_group)
 
 
-@pytest.mark.quick
-def test_persistent_parameters_stay_gathered(ranks: Any) -> None:
-    """They do so from the first micro-step, before the order of modules is known."""
-    assert ranks(4).run(persisting_case) == [{"AVAILABLE"}] * 4
-
-
-def persisting_case() -> set[str]:
-    """Return the states of all parameters, which are persistent, after a first micro-step."""
-    job = Job(empty=False, zero={"stage3_param_persistence_threshold": 10**6})
-    engine, model = training.make_engine(job, placed("IIG"))
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    states = {param.ds_status.name for param in model.parameters()}
-    engine.destroy()
-    return states
-
-
 # 3 is in the other group.
 @pytest.mark.parametrize("modifier, dtype, names", [(3, "fp32", ("III", "GNG")), *deep((0, "bf16", PARTITIONED))])
 def test_all_ranks_receive_modifications_of_one_rank(

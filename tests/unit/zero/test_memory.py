@@ -19,7 +19,7 @@ from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
 from tests.harness import training
 from tests.harness.tiers import by_strategies, deep
-from tests.harness.training import PARTITIONED, REPLICATED
+from tests.harness.training import NOTHING_KEPT, PARTITIONED, REPLICATED
 
 BYTES = {"parameter_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12}
 MIXED: dict[str, Any] = {  # bf16, gradients accumulated in fp32, Adam with an fp32 master copy
@@ -31,11 +31,6 @@ MIXED: dict[str, Any] = {  # bf16, gradients accumulated in fp32, Adam with an f
         # Fused, because Adam's temporaries, twice the optimizer's shard, would hide other allocations.
         "optimizer": {"params": {"lr": 1e-2, "eps": 1e-3, "torch_adam": True, "fused": True}},
     },
-}
-NEVER_KEPT = {
-    "stage3_prefetch_bucket_size": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_param_persistence_threshold": 0,
 }
 LAYERS, WIDTH = 24, 256
 LAYER = WIDTH * WIDTH
@@ -107,7 +102,7 @@ def memory_case(
     """Return for each strategy the states, bytes on this rank within an accumulation, and gradients after a step."""
     rows = []
     for name in names:
-        engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NEVER_KEPT)
+        engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NOTHING_KEPT)
         micro_step(False)
         numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
         states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
@@ -151,7 +146,7 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
     """Return peak bytes beyond the formula during a micro-step, and during one at the boundary with the optimizer
     step."""
     cluster, states = GroupSizes(dist.get_world_size(), group), ModelStates.of(LAYERS * LAYER, **BYTES)
-    zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}
+    zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NOTHING_KEPT}
     rows = []
     for number, name in enumerate(names[:1] + names):
         # The first run, of a small model, triggers late imports, and is not evaluated.
@@ -184,7 +179,7 @@ def test_muon_allocates_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str,
 
 def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
     """Return elements of momentum on this rank, and the peak bytes of Muon's part of a step."""
-    zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}
+    zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NOTHING_KEPT}
     rows = []
     config = {"data_types": {"grad_accum_dtype": "fp32"}}
     for number, name in enumerate(names[:1] + names):  # as above
@@ -269,7 +264,7 @@ def few_bits_case(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Any, fl
         bytes_taken = []
         for keys in ({}, {"paro_quantized_updates": {}}):
             before = bytes_of_tensors()
-            zero_keys = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, **NEVER_KEPT, **zero, **keys}
+            zero_keys = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, **NOTHING_KEPT, **zero, **keys}
             engine, micro_step = start_engine(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
             errors, within = engine.optimizer.families["dense"].reduce.inter.sums.errors, []
             nbytes = getattr(errors, "nbytes", lambda: 0)

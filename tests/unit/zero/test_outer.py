@@ -70,7 +70,6 @@ CASES = [
 
 
 def named(value: object) -> str | None:
-    """Return the name of a case."""
     if isinstance(value, Job):
         return f"{value.optimizer} {value.dtype} {value.steps}{' skipping' if value.overflow else ''}"
     return " ".join(map(str, value)) if isinstance(value, tuple) else None if isinstance(value, int) else str(value)

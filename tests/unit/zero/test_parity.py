@@ -48,7 +48,6 @@ def nan_until_written(backend: str = "nccl") -> Iterator[None]:
 
 
 def job_of(kind: str, row: Row) -> Job:
-    """Return the job of a row."""
     fields = parity_table.job_fields(kind, row)
     if "network" in fields:
         fields["network"] = getattr(networks, fields["network"])

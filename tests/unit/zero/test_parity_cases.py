@@ -189,7 +189,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
                 ("IGG",),
                 {**REORDERING, "groups": 2, "checkpointing": True},
                 {"reduce_bucket_size": 1000, "overlap_comm": True},
-            ),
+            )
         ),
         *deep((("INI", "III", "IIG", "IGG"), WANDERING, {}), (("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
     ],

@@ -221,7 +221,6 @@ def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[t
             self.one, self.two = (torch.nn.Parameter(torch.ones(size)) for size in (1, 2))
 
         def forward(self, x: torch.Tensor, skipped: Any = ()) -> torch.Tensor:
-            """Use all of them."""
             return super().forward(x, skipped) * self.one + self.two.sum()
 
     job = training.Job(

@@ -50,12 +50,8 @@ def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
 def updates_held_until_waited_for() -> Iterator[threading.Event]:
     """Keep updates in flight in this context until code waits for them; the wait sets the event."""
     gate = threading.Event()
-    gather, start, wait_for, drain = (
-        FlatUpdates.gather_window,
-        UpdateGathers.start,
-        UpdateGathers.wait_for,
-        UpdateGathers.drain,
-    )
+    gather, start = FlatUpdates.gather_window, UpdateGathers.start
+    wait_for, drain = UpdateGathers.wait_for, UpdateGathers.drain
 
     class Held:
         def wait(self) -> None:

@@ -2,20 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plugin of pytest that runs the given tests and records the outcome of each, a line of JSON each.
 
-A line is there when a test starts, and one when it has ended: so the last test of a process that dies or hangs is
-    known.
+The process that is started and the workers of pytest-xdist load it. Only the former writes, since workers may die.
 """
 
+import contextlib
 import importlib.util
 import json
 import multiprocessing
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 JOB = "UPSTREAM_JOB"  # a file of JSON: tests, ranks, record, notes
+FORCED = "UPSTREAM_FORCED"  # see upstream_forced.py
 _LONGEST = 6000  # characters that are kept of a text, its end
 
 # Ranks are forked from a server that has imported these. Upstream's ranks import all anew, which takes longer than
@@ -23,23 +25,38 @@ _LONGEST = 6000  # characters that are kept of a text, its end
 _PRELOAD = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "pytest"]
 
 _job: dict[str, Any] = json.loads(Path(os.environ[JOB]).read_text(encoding="utf-8"))
-_reports: list[pytest.TestReport] = []
+_worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+_notes = Path(_job["notes"] + _worker)  # of the ranks of this worker
+if FORCED in os.environ:
+    os.environ[FORCED] = json.dumps(json.loads(os.environ[FORCED]) | {"notes": str(_notes)})
+_reports: dict[str, list[pytest.TestReport]] = {}  # of tests that run
 
 
 def _write(line: dict[str, Any]) -> None:
-    with open(_job["record"], "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def _notes() -> int:
-    notes = Path(_job["notes"])
-    return len(notes.read_text(encoding="utf-8").splitlines()) if notes.is_file() else 0
+    if not _worker:
+        with open(_job["record"], "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork ranks from a process that has imported their modules."""
+    """Fork ranks from a process that has imported their modules; a worker leads a group of all its processes."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
+    if _worker:
+        os.setsid()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodeready(node: Any) -> None:
+    """Ask a worker for its process, which is kept."""
+    node.gateway._rinfo()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Kill the ranks that a worker has left running."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(node.gateway._rinfo().pid, signal.SIGKILL)
 
 
 @pytest.hookimpl(trylast=True)
@@ -67,28 +84,32 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _write({"uncollected": report.nodeid, "text": report.longreprtext[-_LONGEST:]})
 
 
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """Write down that a test starts."""
-    _reports.clear()
-    _write({"started": nodeid, "made": _notes()})
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Forget the optimizers that the ranks of earlier tests have made."""
+    _notes.unlink(missing_ok=True)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Count the optimizers that the ranks of a test have made."""
+    made = len(_notes.read_text(encoding="utf-8").splitlines()) if _notes.is_file() else 0
+    item.user_properties.append(("made", made))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep what a phase of a test came to."""
-    _reports.append(report)
-
-
-def pytest_runtest_logfinish(nodeid: str) -> None:
-    """Write down what a test came to."""
+    """Keep the report of a phase of a test; after its last one, or if its worker has died, write down the outcome."""
+    reports = _reports.setdefault(report.nodeid, [])
+    reports.append(report)
+    if report.when in ("setup", "call"):
+        return
     kind, text = "passed", ""
-    for report in _reports:
-        if report.failed:
-            kind = "failed" if report.when == "call" else "error"
+    for phase in _reports.pop(report.nodeid):
+        if phase.failed:
+            kind = {"call": "failed", "???": "hung"}.get(str(phase.when), "error")
             # What ranks that are no children of a pool print is all that is known of their exceptions.
-            text = "\n".join([part[-_LONGEST:] for part in (report.capstderr, report.longreprtext) if part])
+            text = "\n".join([part[-_LONGEST:] for part in (phase.capstderr, phase.longreprtext) if part])
             break
-        if report.skipped:
+        if phase.skipped:
             kind = "skipped"
-            text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext[-_LONGEST:]
-    seconds = round(sum(report.duration for report in _reports), 2)
-    _write({"finished": nodeid, "kind": kind, "text": text, "seconds": seconds, "made": _notes()})
+            text = phase.longrepr[2] if isinstance(phase.longrepr, tuple) else phase.longreprtext[-_LONGEST:]
+    seconds, made = round(sum(phase.duration for phase in reports), 2), dict(report.user_properties).get("made", 0)
+    _write({"test": report.nodeid, "kind": kind, "text": text, "seconds": seconds, "made": made})
