@@ -7,8 +7,8 @@ Note [Cost model]
     parameters and their updates are sent layer by layer. Gradients, and updates of replicated parameters, are sent
     bucket by bucket. A closed form gives the part that compute hides (Note [Closed form of a step]).
 
-    Between forward and backward, either all parameters are kept or none. Small parameters that persist and modules
-    that are fetched together are not modeled. The model ranks strategies; it does not promise their times.
+    Between forward and backward, either all parameters are kept or none. Small parameters that persist are not
+    modeled. The model ranks strategies; it does not promise their times.
 
     An Adam update reads and writes its 12 bytes per parameter (master copy and two moments in fp32), reads the
     gradient and writes the parameter. In the rank's memory, this is 2.5 times the bytes of its states.
@@ -48,7 +48,7 @@ class Prediction:
         updates: whether updated parameters, or gathered gradient sums, are sent between groups in few bits.
         memory: bytes of model states.
         transient: other bytes that a step holds: the fp32 gradient for the optimizer, or, before that, Muon's momentum
-            until the step is known to be applied; the largest gathered layer; the error feedback before and after the
+            until the step is known to be applied; the largest gathered layer, or unit and its gradients; the error feedback before and after the
             step (Note [Bucket errors]); windows of updates that are copied to host memory. Activations and buckets
             are not included.
         host: bytes in host memory.
