@@ -117,7 +117,7 @@ class ParoConfig(BaseModel):
         bool | Annotated[int, Ge(0)] | None,
         key_field(
             f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MAX_LIVE} gives",
-            f"a quarter of true's budget, without mixtures of experts",
+            "a quarter of true's budget, without mixtures of experts",
         ),
     ] = None
     """With p = I or G, or stage 3 and this key: modules of at most this size are
