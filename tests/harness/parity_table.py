@@ -134,7 +134,11 @@ OF_PARTITIONED = (
     Option(
         "network",
         "shared weights, and weights of other modules; experts of which each rank uses others",
-        {"plainnet": {}, "tangled": {"network": "Tangled"}, "mixture": {"network": "Mixture", "empty": False}},
+        {
+            "blocks": {"network": "Blocks"},
+            "tangled": {"network": "Tangled"},
+            "mixture": {"network": "Mixture", "empty": False},
+        },
     ),
     Option(
         "persistent",
@@ -159,7 +163,8 @@ OF_PARTITIONED = (
     key("live", "parameters at most", "live", notlive={"stage3_max_live_parameters": 1}),
     key("reuse", "of gathered parameters", "reuse", noreuse={"stage3_max_reuse_distance": 0}),
     key("gathers", "of modules", "together", sequential={"stage3_allgather_sequential": True}),
-    key("leaf", "a module that is gathered whole", "noleaf", leaf={"leaf_module": {"names": ["layers.1"]}}),
+    # A leaf module of the user's leaves the other blocks without units.
+    key("leaf", "units by default, or one module by name", "units", leaf={"leaf_module": {"names": ["layers.1"]}}),
     key("parameters", "where they are held", "held", hostparameters={"offload_param": {"device": "cpu"}}),
 )
 
