@@ -18,8 +18,8 @@ from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 from torch import Tensor, nn
 
 from deepspeed_ext.__main__ import main
-from deepspeed_ext.leaf import modules
 from deepspeed_ext.config.section import parse_section
+from deepspeed_ext.leaf import modules
 from deepspeed_ext.leaf.modules import LeafKind, Settings, choose, default_budget, default_settings, set_leaves
 from deepspeed_ext.leaf.setup import LiveLimits, choice_table, hooks, predicted_live, settings_and_live
 from tests.harness import mixtures, training
