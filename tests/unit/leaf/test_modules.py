@@ -102,8 +102,7 @@ def test_units_without_a_key() -> None:
         units = {type(choice.module).__name__ for choice in choices if choice.kind == LeafKind.UNIT}
         assert sorted(units) == classes
         assert not any(choice.chunks or choice.windows for choice in choices)
-    for keys in ({}, {"stage3_leaf_bytes": None}):
-        assert settings_and_live(parse_section({"paro_strategy": "GGG", **keys}), model)[0].is_default, keys
+    assert settings_and_live(parse_section({"paro_strategy": "GGG"}), model)[0].is_default
     for key in ({"leaf_module": {}}, {"stage3_module_granularity_threshold": 5}, {"stage3_leaf_bytes": 0}):
         assert settings_and_live(parse_section({"paro_strategy": "GGG", **key}), model)[0].budget is None, key
     set_z3_leaf_modules(model, [mixtures.Mixer])
