@@ -138,7 +138,7 @@ class Tangled(Network):
         return self.apply_layer(3, self.apply_layer(1, x, skipped), skipped).mean(1)
 
 
-class Wandering(Network):
+class Wandering(Blocks):
     """Ranks of the first half of the data-parallel ranks use layers in another order now and then, or leave one out.
 
     The others always use all layers in one order.
