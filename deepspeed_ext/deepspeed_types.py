@@ -33,6 +33,7 @@ class ThroughputTimerConfig(Protocol):
 class ZeroConfig(Protocol):
     """A parsed ``zero_optimization`` with a strategy."""
 
+    model_fields_set: set[str]
     stage: int
     reduce_scatter: bool
     use_multi_rank_bucket_allreduce: bool
@@ -58,7 +59,7 @@ class ZeroConfig(Protocol):
     paro_memory_gb: float | None
     paro_decision_file: str
     paro_micro_step_seconds: float | None
-    stage3_leaf_bytes: bool | int
+    stage3_leaf_bytes: bool | int | None
     zeropp_loco_param: Any
 
 

@@ -114,12 +114,14 @@ class ParoConfig(BaseModel):
     ] = None
     """Records some steps and [reports their time](../tools/report/README.md), also with a plain stage."""
     stage3_leaf_bytes: Annotated[
-        bool | Annotated[int, Ge(0)],
+        bool | Annotated[int, Ge(0)] | None,
         key_field(
-            f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MAX_LIVE} gives"
+            f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MAX_LIVE} gives",
+            "a quarter of true's budget, without mixtures of experts",
         ),
-    ] = 0
-    """With stage 3, or p = I or G: modules of at most this size are [fetched as one unit](../leaf/README.md)."""
+    ] = None
+    """With p = I or G, or stage 3 and this key: modules of at most this size are
+    [fetched as one unit](../leaf/README.md)."""
     mics_shard_size: Annotated[
         int,
         Predicate(lambda size: size >= 1 or size == -1),

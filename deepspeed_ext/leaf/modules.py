@@ -18,8 +18,14 @@ Note [Granularity or budget]
     parameters, gradients and gather buffer fit. A module that contains a stack of layers is skipped even if it fits:
     inside one unit, no layer could be prefetched while another computes. So the units are layers. If a layer does not
     fit, its block of experts should still be one unit, because ranks may use different experts.
+
+Note [Units without a key]
+    A unit of the default has at most 1/4 of ``stage3_max_live_parameters``: a running unit, a prefetched one, the
+    buffer that it is gathered into, and a unit's gradients stay within that limit. Mixtures of experts are fetched as
+    without units, and so are all modules in or around them: a unit would gather every expert, used or not.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +42,7 @@ _SET_BY_CHOICE = "paro_leaf"  # marks flags that this package, not the user, has
 _EXPERTS = re.compile("expert", re.IGNORECASE)
 _ROUTER = re.compile("router|^gate$|gating|TopKGate", re.IGNORECASE)
 _CONTAINERS = tuple(getattr(nn, name) for name in torch.nn.modules.container.__all__)
+_DEFAULT_SHARE = 4  # see Note [Units without a key]
 HOOKS_PER_MODULE = 4  # number of hooks that DeepSpeed registers on each module
 
 
@@ -56,6 +63,7 @@ class Settings:
     budget: int | None  # bytes of the largest unit, see ``unit_bytes``; None to choose by granularity
     threshold: int  # granularity up to which a module is a unit
     most_live: int  # ``stage3_max_live_parameters``: caps units by granularity, and gives the default budget
+    is_default: bool = False  # whether no key asks for units; see Note [Units without a key]
 
 
 @dataclass
@@ -94,6 +102,11 @@ def default_budget(model: nn.Module, most_live: int) -> int:
     numel = sum(numel_of(p) for p in model.parameters())
     nbytes = sum(numel_of(p) * p.element_size() for p in model.parameters())
     return most_live * 3 * nbytes // numel if numel else most_live * 3 * 4
+
+
+def default_settings(model: nn.Module, most_live: int) -> Settings:
+    """Return the settings without a key; see Note [Units without a key]."""
+    return Settings(default_budget(model, most_live // _DEFAULT_SHARE), 0, most_live, is_default=True)
 
 
 class _ModelTree:
@@ -151,6 +164,18 @@ class _ModelTree:
             return "it shares parameters with other modules"
         return ""
 
+    @functools.cached_property
+    def _near_mixtures(self) -> set[int]:
+        """The ids of mixtures of experts, and of all modules in and around them."""
+        mixtures = [m for m in self.model.modules() if _has_experts(m) or why_no_windows(m) is not None]
+        mixture_ids = {id(m) for m in mixtures}
+        around = {id(m) for m in self.model.modules() if any(id(inner) in mixture_ids for inner in m.modules())}
+        return around.union(id(inner) for mixture in mixtures for inner in mixture.modules())
+
+    def is_near_mixture(self, module: nn.Module) -> bool:
+        """Return whether a module is a mixture of experts, contains one, or is inside one."""
+        return id(module) in self._near_mixtures
+
     def holds_stack(self, module: nn.Module) -> bool:
         """Return whether a module contains layers that follow one another."""
         return not is_mixture(module) and any(id(m) in self.stacks for m in _outside_mixtures(module))
@@ -179,6 +204,16 @@ def is_mixture(module: nn.Module) -> bool:
     inside = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
     named = any(_EXPERTS.search(name) or _EXPERTS.search(type(child).__name__) for name, child in inside)
     return named or bool(experts_of(module))
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Return whether a module is a mixture of experts, and not only the parent of one that is named after experts."""
+    children = [item for item in module.named_children() if next(item[1].parameters(), None) is not None]
+    return is_mixture(module) and (
+        bool(experts_of(module))
+        or any(_EXPERTS.search(name) for name, _ in children)
+        or any(_EXPERTS.search(type(child).__name__) and not is_mixture(child) for _, child in children)
+    )
 
 
 def experts_of(module: nn.Module) -> list[nn.Module]:
@@ -223,10 +258,11 @@ def choose(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
         if not inside:
             choice.why = _why_not(tree, choice, settings)
             choice.kind = LeafKind.FINE if choice.why else LeafKind.UNIT
-            if choice.kind == LeafKind.FINE and settings.budget is not None and is_mixture(module):
+            windows_allowed = settings.budget is not None and not settings.is_default
+            if choice.kind == LeafKind.FINE and windows_allowed and is_mixture(module):
                 choice.chunks = _chunks(tree, module, settings.budget)
                 choice.kind = LeafKind.CHUNKED if choice.chunks else choice.kind
-            if choice.kind == LeafKind.FINE and settings.budget is not None:
+            if choice.kind == LeafKind.FINE and windows_allowed:
                 choice.windows, why = _windows(tree, choice, settings.budget)
                 choice.kind, choice.why = (LeafKind.WINDOWED if choice.windows else choice.kind), why or choice.why
         experts = {id(expert) for chunk in choice.chunks for expert in chunk}
@@ -253,6 +289,8 @@ def _why_not(tree: _ModelTree, choice: ModuleChoice, settings: Settings) -> str:
         if choice.granularity is None or choice.granularity > settings.threshold:
             return "above the threshold"
         return ""
+    if settings.is_default and tree.is_near_mixture(choice.module):
+        return "it is a mixture of experts, or contains or belongs to one"
     if tree.holds_stack(choice.module):
         return "it contains a stack of layers"
     return f"{choice.bytes:,} bytes are more than the budget" if choice.bytes > settings.budget else ""

@@ -3,7 +3,7 @@
 """Chooses the leaf modules of an engine's model when its optimizer is made, and logs the choice as a table."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
@@ -22,6 +22,7 @@ from deepspeed_ext.leaf.modules import (
     Settings,
     choose,
     default_budget,
+    default_settings,
     expert_bytes,
     experts_of,
     has_window_experts,
@@ -61,16 +62,18 @@ class LiveLimits:
 
 
 def choose_by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] | None:
-    """Choose and flag leaf modules by the configured budget, and log them on rank 0.
+    """Choose and flag leaf modules by the configured or the default budget, and log them on rank 0.
 
-    Returns None if the parsed ``zero_optimization`` has no budget.
+    Called with p = I or G. Returns None without a budget; see ``settings_and_live``.
 
     Raises:
         ValueError: the budget is smaller than the parameters that must be fetched at once.
     """
-    if not getattr(zero_config, LEAF_BYTES, 0):
-        return None
     settings, live = settings_and_live(zero_config, model)
+    if settings.budget is None:
+        return None
+    if settings.is_default:
+        return _choose_default(model, settings)
     _drop_defaults(zero_config, model)
     return _choose_and_flag(model, settings, live)
 
@@ -78,23 +81,50 @@ def choose_by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleCh
 def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settings, LiveLimits]:
     """Return the settings of a parsed ``zero_optimization``: criteria of the choice, and ZeRO-3's limits.
 
+    There is a budget without a key of ours, too, unless the user has set leaf modules in another way.
+
     Raises:
         ValueError: the budget is smaller than the parameters that must be fetched at once.
     """
     budget_key, most_live = getattr(zero_config, LEAF_BYTES, 0), int(zero_config.max_live_parameters)
-    budget: int | None = None
-    if budget_key is True:
-        budget = default_budget(model, most_live)
+    settings = Settings(None, int(zero_config.module_granularity_threshold), most_live)
+    if budget_key is None and not settings.threshold and not _has_user_leaves(zero_config, model):
+        settings = default_settings(model, most_live)
+    elif budget_key is True:
+        settings = replace(settings, budget=default_budget(model, most_live))
     elif budget_key:
-        budget = int(budget_key)
-        _refuse_too_small(budget, model, most_live)
+        settings = replace(settings, budget=int(budget_key))
+        _refuse_too_small(int(budget_key), model, most_live)
     live = LiveLimits(
         most_live,
         int(zero_config.prefetch_bucket_size),
         int(zero_config.max_reuse_distance),
         int(zero_config.param_persistence_threshold),
     )
-    return Settings(budget, int(zero_config.module_granularity_threshold), most_live), live
+    return settings, live
+
+
+def _has_user_leaves(zero_config: ZeroConfig, model: nn.Module) -> bool:
+    """Return whether the user has set leaf modules: by ``leaf_module``, or by ``set_z3_leaf_modules``."""
+    return "leaf_module" in zero_config.model_fields_set or any(
+        getattr(module, "_z3_leaf", False) and _fully_qualified_class_name(module) not in DEFAULT_LEAF_MODULE_CLASSES
+        for module in model.modules()
+    )
+
+
+def _choose_default(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
+    """Choose and flag leaf modules without a key, and log them in one line."""
+    choices = choose(model, settings)
+    set_leaves(choices)
+    rows = [row for row in summaries(choices) if row.kind == LeafKind.UNIT.value]
+    if rows:
+        classes = ", ".join(f"{row.modules} {row.cls} (up to {row.numel:,} parameters each)" for row in rows)
+        log_dist(
+            f"deepspeed_ext: fetched as one unit each, of at most {settings.budget:,} bytes: {classes}. "
+            f"Set {SECTION}.{LEAF_BYTES} to 0 to turn this off, or to true for larger units and mixtures of experts.",
+            ranks=[0],
+        )
+    return choices
 
 
 def choose_by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: int) -> list[ModuleChoice]:

@@ -232,8 +232,12 @@ class UnitLinear(torch.autograd.Function):
 
 
 def linear(wrapped: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Call ``torch.nn.functional.linear``: DeepSpeed's replacement for weights in no unit, and under torch.func."""
-    if hasattr(weight, UNIT) and not torch._C._are_functorch_transforms_active():
+    """Call ``torch.nn.functional.linear``: DeepSpeed's replacement for weights in no unit, and under torch.func.
+
+    Also under torch.compile, which cannot trace ``UnitLinear``.
+    """
+    is_eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    if is_eager and hasattr(weight, UNIT):
         product: Tensor = UnitLinear.apply(input, weight, bias)
         return product
     return wrapped(input, weight, bias)

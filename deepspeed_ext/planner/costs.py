@@ -7,8 +7,8 @@ Note [Cost model]
     parameters and their updates are sent layer by layer. Gradients, and updates of replicated parameters, are sent
     bucket by bucket. A closed form gives the part that compute hides (Note [Closed form of a step]).
 
-    Between forward and backward, either all parameters are kept or none. Small parameters that persist and modules
-    that are fetched together are not modeled. The model ranks strategies; it does not promise their times.
+    Between forward and backward, either all parameters are kept or none. Small parameters that persist are not
+    modeled. The model ranks strategies; it does not promise their times.
 
     An Adam update reads and writes its 12 bytes per parameter (master copy and two moments in fp32), reads the
     gradient and writes the parameter. In the rank's memory, this is 2.5 times the bytes of its states.
@@ -17,8 +17,9 @@ Note [Plain ZeRO]
     DDP and the plain stages are predicted as if configured for the fewest bytes (reductions to one rank instead of
     all-reduces; unsharded gradients reduced at the boundary only), and with ``overlap_comm``. Collectives are over all
     ranks, and both of their hops run at the same time. Gradients are reduced during the backward. ZeRO-1 and ZeRO-2
-    wait for updated parameters, and ZeRO-3 prefetches. On a host, DeepSpeed's stages wait for each reduction, and only
-    DDP hides them. With Muon there is no such prediction, since DeepSpeed's stages send much more for it.
+    wait for updated parameters, and ZeRO-3 prefetches, with the units of strategies. On a host, DeepSpeed's stages
+    wait for each reduction, and only DDP hides them. With Muon there is no such prediction, since DeepSpeed's stages
+    send much more for it.
 """
 
 from collections.abc import Sequence
@@ -48,9 +49,9 @@ class Prediction:
         updates: whether updated parameters, or gathered gradient sums, are sent between groups in few bits.
         memory: bytes of model states.
         transient: other bytes that a step holds: the fp32 gradient for the optimizer, or, before that, Muon's momentum
-            until the step is known to be applied; the largest gathered layer; the error feedback before and after the
-            step (Note [Bucket errors]); windows of updates that are copied to host memory. Activations and buckets
-            are not included.
+            until the step is known to be applied; the largest gathered layer, or unit and its gradients; the error
+            feedback before and after the step (Note [Bucket errors]); windows of updates that are copied to host
+            memory. Activations and buckets are not included.
         host: bytes in host memory.
         volume: bytes received in a step; ``of_experts``: the part that belongs to experts.
         seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and between

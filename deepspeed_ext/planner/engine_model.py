@@ -15,6 +15,7 @@ from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTI
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import Config, Engine
 from deepspeed_ext.leaf.modules import numel_of
+from deepspeed_ext.leaf.setup import settings_and_live
 from deepspeed_ext.model_bytes import dense_parameters, experts_by_size, states_on_device
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.compression import Compression
@@ -33,7 +34,8 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
     # With None, each parameter counts with its own dtype.
     width = 2 if model_dtype.itemsize == 2 else None
     accumulation = config.gradient_accumulation_steps
-    description = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
+    units, _ = settings_and_live(zero, model)
+    description = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size), units=units)
     elements = sum(map(numel_of, model.parameters()))
     # ZeRO-3 then keeps all parameters from forward to backward.
     keeps_gathered = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)

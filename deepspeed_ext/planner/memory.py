@@ -129,8 +129,8 @@ class Model:
         gradient_bytes: bytes of one gradient, as communicated.
         accumulation: micro-steps per step.
         compute: seconds of forward and backward of a micro-step.
-        fetches: messages that gather all parameters: one for each module that has its own.
-        largest_layer: bytes of the largest module's own parameters, the most that is gathered at a time.
+        fetches: messages that gather all parameters: one for each unit, and for each other module with its own.
+        largest_layer: bytes of the largest module's own parameters, or of the largest unit and its gradients.
         bucket: elements of a bucket of gradients.
         held: bytes on the device, if they differ from ``states``: offloaded states take none, and gradients may be
             summed in another dtype.

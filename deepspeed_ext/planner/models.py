@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed_ext.leaf.modules import numel_of
+from deepspeed_ext.leaf.modules import LeafKind, Settings, choose, default_settings, numel_of
 from deepspeed_ext.model_bytes import (
     count_states,
     dense_parameters,
@@ -20,6 +20,7 @@ from deepspeed_ext.planner.memory import BUCKET, Experts, Model
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
 
+MAX_LIVE = 10**9  # elements; DeepSpeed's default stage3_max_live_parameters
 MAX_TOKENS = 2048  # maximum tokens of a sample: most models have longer contexts than they are trained on
 
 
@@ -30,6 +31,7 @@ def describe(
     accumulation: int = 1,
     compute: float = 0.0,
     bucket: int = BUCKET,
+    units: Settings | None = None,
 ) -> Model:
     """Count the bytes of a model, which may be on any device, even meta, and may be sharded by ``zero.Init``.
 
@@ -40,6 +42,7 @@ def describe(
         accumulation: micro-steps per step.
         compute: seconds of forward and backward of a micro-step.
         bucket: maximum elements of a bucket of gradients; see ``full_bucket``.
+        units: criteria of units with p = I or G; by default those without a key.
 
     Raises:
         ValueError: the model has no parameters.
@@ -48,7 +51,8 @@ def describe(
     if first is None:
         raise ValueError(f"expected a model with parameters, got a {type(model).__name__} without.")
     width = gradient_bytes or parameter_bytes or first.element_size()
-    layers, states = list(_layers(model)), count_states(dense_parameters(model), parameter_bytes, width)
+    layers = list(_fetches(model, units or default_settings(model, MAX_LIVE)))
+    states = count_states(dense_parameters(model), parameter_bytes, width)
     experts = tuple(
         Experts(
             size,
@@ -65,8 +69,12 @@ def describe(
         width,
         accumulation,
         compute,
-        fetches=max(1, sum(any(id(param) in dense_ids for param in layer) for layer in layers)),
-        largest_layer=max(parameter_nbytes(layer, parameter_bytes) for layer in layers),
+        fetches=max(1, sum(any(id(param) in dense_ids for param in layer) for layer, _ in layers)),
+        largest_layer=max(
+            parameter_nbytes(layer, parameter_bytes)
+            + is_unit * width * sum(numel_of(param) for param in layer if param.requires_grad)
+            for layer, is_unit in layers
+        ),
         bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, muon_parameters(dense_parameters(model))))),
         experts=experts,
@@ -138,9 +146,12 @@ def _layers_with(model: nn.Module, owned_params: list[nn.Parameter]) -> Iterator
     return (module for module in model.modules() if any(id(p) in param_ids for p in module.parameters(recurse=False)))
 
 
-def _layers(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Yield each module's own parameters, which ZeRO-3 gathers together."""
-    for module in model.modules():
-        params = list(module.parameters(recurse=False))
+def _fetches(model: nn.Module, units: Settings) -> Iterator[tuple[list[nn.Parameter], bool]]:
+    """Yield parameters that are gathered together, and whether they are a unit: units, and modules' own parameters."""
+    for choice in choose(model, units):
+        for chunk in choice.chunks:
+            yield [param for expert in chunk for param in expert.parameters()], True
+        is_unit = choice.kind == LeafKind.UNIT
+        params = [] if choice.kind == LeafKind.INSIDE else list(choice.module.parameters(recurse=is_unit))
         if params:
-            yield params
+            yield params, is_unit

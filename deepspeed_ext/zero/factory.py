@@ -101,7 +101,8 @@ def build_optimizer(
     topologies = topologies_of(engine, topology, alone=alone)
     changed_defaults = use_overlap_defaults(engine._config, strategy)
     log_strategy(strategy, topologies, engine, changed_defaults=changed_defaults, outer=outer)
-    choose_by_budget(engine._config.zero_config, engine.module)
+    if strategy.p != Placement.N:
+        choose_by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topologies, engine)
     if outer is not None:
         topologies = {DENSE: topology.intra_topology()}

@@ -18,6 +18,28 @@ from tests.harness.training import Network
 SQUARE = (13, 29, 29, 29, 7)  # sizes for all networks here
 
 
+class Block(nn.Module):
+    """Two linear layers: a unit with p = I and G."""
+
+    def __init__(self, first: nn.Linear) -> None:
+        super().__init__()
+        self.out_features = first.out_features
+        self.first, self.second = first, nn.Linear(first.out_features, first.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both layers."""
+        x = self.first(x)
+        return x + torch.tanh(self.second(x))
+
+
+class Blocks(Network):
+    """Layers that are blocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layers = nn.ModuleList(Block(layer) for layer in self.layers)  # type: ignore[arg-type]
+
+
 class Shared(Network):
     """Layers 1 and 2 share a weight, and layer 1 is applied twice."""
 
@@ -112,7 +134,7 @@ class Tangled(Network):
         return self.apply_layer(3, self.apply_layer(1, x, skipped), skipped).mean(1)
 
 
-class Wandering(Network):
+class Wandering(Blocks):
     """Ranks of the first half of the data-parallel ranks use layers in another order now and then, or leave one out.
 
     The others always use all layers in one order.

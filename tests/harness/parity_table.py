@@ -120,7 +120,11 @@ OF_PARTITIONED = (
     # Shared weights, and weights of other modules; experts of which each rank uses others.
     Option(
         "network",
-        {"plainnet": {}, "tangled": {"network": "Tangled"}, "mixture": {"network": "Mixture", "empty": False}},
+        {
+            "blocks": {"network": "Blocks"},
+            "tangled": {"network": "Tangled"},
+            "mixture": {"network": "Mixture", "empty": False},
+        },
     ),
     # Parameters that stay gathered.
     Option(
@@ -144,7 +148,8 @@ OF_PARTITIONED = (
     key("live", "live", notlive={"stage3_max_live_parameters": 1}),  # parameters at most
     key("reuse", "reuse", noreuse={"stage3_max_reuse_distance": 0}),  # of gathered parameters
     key("gathers", "together", sequential={"stage3_allgather_sequential": True}),  # of modules
-    key("leaf", "noleaf", leaf={"leaf_module": {"names": ["layers.1"]}}),  # a module that is gathered whole
+    # Units by default; a leaf module of the user's leaves the other blocks without units.
+    key("leaf", "units", leaf={"leaf_module": {"names": ["layers.1"]}}),
     key("parameters", "held", hostparameters={"offload_param": {"device": "cpu"}}),  # where they are held
 )
 
@@ -281,6 +286,7 @@ def write_rows() -> None:
 def bounds(row: Row) -> dict[str, float]:
     """Return how far a strategy may be from stock."""
     few = row["sizes"] == "tiny" or row["frozen"] == "fewtrained"
+    few = few or (row["sizes"], row["network"]) == ("wide", "blocks")  # the last block, of four elements, dominates
     return {**BOUNDS[row["dtype"]], **(FEW if few and row["dtype"] != "fp32" else {})}
 
 

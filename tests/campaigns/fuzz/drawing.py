@@ -185,7 +185,7 @@ def sharded_keys(draw: Draw, case: dict[str, Any], strategy: str) -> dict[str, A
     maybe(draw, zero, 2, stage3_gather_16bit_weights_on_model_save=some.just(True))
     key = draw(one_of("", "", "", "stage3_leaf_bytes", "stage3_module_granularity_threshold"))
     if key == "stage3_leaf_bytes":
-        zero[key] = draw(one_of(True, 2, 1, 8))  # times what is fetched at once at least
+        zero[key] = draw(one_of(True, 2, 1, 8, 0))  # times what is fetched at once at least
     elif key:
         zero[key] = draw(one_of(20, 60, 300))
     offload_to_host(draw, zero, case)

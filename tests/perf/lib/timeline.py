@@ -28,6 +28,7 @@ from dataclasses import astuple, dataclass, replace
 import numpy
 from numpy.typing import NDArray
 
+from deepspeed_ext.leaf.modules import Settings
 from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import PLAIN, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Model
@@ -42,6 +43,7 @@ from tests.perf.lib.settings import BLOCKS, FORMS, FP32, MUON, NATIVE, OVERLAP, 
 LETTERS = {stage: letters for letters, stage in PLAIN.items()}
 # Rows of one campaign were measured with one version of the package, within hours.
 SUMMED, OVERLAPPING, EMULATED = "small models", "large model", "emulated compute"
+NO_UNITS = Settings(None, 0, 0)  # of these campaigns, which fetched modules one by one
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
 def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
     _, width, hidden = SIZES["narrow"]
     shared_settings = {"bucket": 2 * width * hidden, "streams": False, "overlap": True, "overlap_updates": True}
-    described = replace(describe(make_blocks(*SIZES["narrow"], Pauses())), **shared_settings)
+    described = replace(describe(make_blocks(*SIZES["narrow"], Pauses()), units=NO_UNITS), **shared_settings)
     for row in records.read("overlap.csv"):
         setting = OVERLAP[row.setting]
         compute = row.compute / setting.accumulation
@@ -125,7 +127,7 @@ def _cluster_model(size: str, muon: bool) -> Model:
     model = make_blocks(*SIZES[size])
     if muon:
         mark_matrices(model)
-    return replace(describe(model), streams=False)
+    return replace(describe(model, units=NO_UNITS), streams=False)
 
 
 def kind(case: Case) -> str:

@@ -18,9 +18,10 @@ from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 from torch import Tensor, nn
 
 from deepspeed_ext.__main__ import main
+from deepspeed_ext.config.section import parse_section
 from deepspeed_ext.leaf import modules
-from deepspeed_ext.leaf.modules import LeafKind, Settings, choose, default_budget, set_leaves
-from deepspeed_ext.leaf.setup import LiveLimits, choice_table, hooks, predicted_live
+from deepspeed_ext.leaf.modules import LeafKind, Settings, choose, default_budget, default_settings, set_leaves
+from deepspeed_ext.leaf.setup import LiveLimits, choice_table, hooks, predicted_live, settings_and_live
 from tests.harness import mixtures, training
 from tests.harness.logs import is_ours, logged
 from tests.harness.package_versions import since
@@ -93,6 +94,21 @@ def test_one_fp32_parameter_does_not_double_the_default_budget() -> None:
     assert 3 * 2 * LIVE < default_budget(mixed, LIVE) < 1.01 * 3 * 2 * LIVE
 
 
+def test_units_without_a_key() -> None:
+    """They have at most a quarter of stage3_max_live_parameters, and no experts; other leaf modules turn them off."""
+    model = mixtures.Mixtures((13, 7))  # a stem has 280 parameters, a mixer 240
+    for live, classes in ((LIVE, ["Mixer", "Stem"]), (4 * 280 - 1, ["Mixer"]), (4 * 240 - 1, [])):
+        choices = choose(model, default_settings(model, live))
+        units = {type(choice.module).__name__ for choice in choices if choice.kind == LeafKind.UNIT}
+        assert sorted(units) == classes
+        assert not any(choice.chunks or choice.windows for choice in choices)
+    assert settings_and_live(parse_section({"paro_strategy": "GGG"}), model)[0].is_default
+    for key in ({"leaf_module": {}}, {"stage3_module_granularity_threshold": 5}, {"stage3_leaf_bytes": 0}):
+        assert settings_and_live(parse_section({"paro_strategy": "GGG", **key}), model)[0].budget is None, key
+    set_z3_leaf_modules(model, [mixtures.Mixer])
+    assert settings_and_live(parse_section({"paro_strategy": "GGG"}), model)[0].budget is None
+
+
 def test_max_live_parameters_caps_units() -> None:
     # A layer has 1936 parameters, its mixture 1696, an expert 413.
     assert chosen("Mixtures", None, 10**12, 1936)["classes"] == ["Layer", "Stem"]
@@ -163,7 +179,9 @@ def test_nested_lists() -> None:
 
 
 def test_choice_table_is_logged(ranks: Any) -> None:
-    (by_budget, by_granularity, nothing, split), other_ranks = ranks(2).run(report_case)
+    (by_budget, by_granularity, nothing, split, default), other_ranks = ranks(2).run(report_case)
+    (line,) = (line for level, line in default if level == "INFO" and "fetched as one unit each" in line)
+    assert "1 Stem (up to 280 parameters each), 2 Mixer (up to 240 parameters each). Set zero" in line
     for lines, where in ((by_budget, "INFO"), (by_granularity, "printed")):
         table = next(line for level, line in lines if level == where and "leaf modules of Mixtures" in line)
         assert re.search(r"Layer +2 +1,936 +84 +23,232  as one", table), table
@@ -181,7 +199,7 @@ def report_case() -> list[list[tuple[str, str]]]:
     experts."""
     job = training.Job(network=mixtures.Mixtures, empty=False)
     thresholds = ({"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in (100, 5, 60))
-    keys = [{"stage3_leaf_bytes": True}, *thresholds]
+    keys = [{"stage3_leaf_bytes": True}, *thresholds, {"paro_strategy": "GGG"}]
     logs = []
     for zero in keys:
         with logged() as lines, contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -299,26 +317,30 @@ def test_prediction_of_live_parameters(live: tuple[int, int, int, int], expected
     assert predicted_live(choices, model, LiveLimits(*live)) == expected
 
 
-# Of configurations with their defaults, which are a published model's: classes that become units.
+# Of configurations with their defaults, which are a published model's: classes that become units, and without a key.
 PUBLISHED = {
-    "Mixtral": ["MixtralAttention"],
-    "Qwen3Moe": ["Qwen3MoeDecoderLayer"],
-    "DeepseekV3": ["DeepseekV3Attention", "DeepseekV3DecoderLayer", "DeepseekV3MLP"],
-    "Olmoe": ["OlmoeDecoderLayer"],
-    "GptOss": ["GptOssAttention"],
-    "Llama4": ["Llama4TextAttention", "Llama4TextMLP"],  # its experts are one batched product, without windows
-    "KimiLinear": ["KimiLinearAttention", "KimiLinearDecoderLayer", "KimiLinearDeltaAttention", "KimiLinearMLP"],
-    "Llama": ["LlamaDecoderLayer"],
+    "Mixtral": (["MixtralAttention"], ["MixtralAttention"]),
+    "Qwen3Moe": (["Qwen3MoeDecoderLayer"], ["Qwen3MoeAttention"]),
+    "DeepseekV3": (["DeepseekV3Attention", "DeepseekV3DecoderLayer", "DeepseekV3MLP"], ["DeepseekV3Attention"]),
+    "Olmoe": (["OlmoeDecoderLayer"], ["OlmoeAttention"]),
+    "GptOss": (["GptOssAttention"], ["GptOssAttention"]),
+    # Its experts are one batched product, without windows.
+    "Llama4": (["Llama4TextAttention", "Llama4TextMLP"], ["Llama4TextAttention"]),
+    "KimiLinear": (
+        ["KimiLinearAttention", "KimiLinearDecoderLayer", "KimiLinearDeltaAttention", "KimiLinearMLP"],
+        ["KimiLinearAttention", "KimiLinearDecoderLayer", "KimiLinearDeltaAttention"],  # the first layer is dense
+    ),
+    "Llama": (["LlamaDecoderLayer"], ["LlamaDecoderLayer"]),
 }
 
 
 @since(transformers="5.23")  # classes are those of a release
-def test_default_budget_on_published_models(ranks: Any) -> None:
+def test_units_of_published_models(ranks: Any) -> None:
     assert ranks(1).run(published_case) == [PUBLISHED]
 
 
-def published_case() -> dict[str, list[str]]:
-    """Return the classes that become units of the models in ``PUBLISHED``."""
+def published_case() -> dict[str, tuple[list[str], ...]]:
+    """Return the classes that become units of the models in ``PUBLISHED``, with the budget of true and by default."""
     import transformers
 
     classes = {}
@@ -326,6 +348,12 @@ def published_case() -> dict[str, list[str]]:
         config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
-        choices = choose(model, Settings(default_budget(model, LIVE), 0, LIVE))
-        classes[name] = sorted({type(choice.module).__name__ for choice in choices if choice.kind.value == "coarse"})
+        choices = [
+            choose(model, settings)
+            for settings in (Settings(default_budget(model, LIVE), 0, LIVE), default_settings(model, LIVE))
+        ]
+        classes[name] = tuple(
+            sorted({type(choice.module).__name__ for choice in chosen if choice.kind.value == "coarse"})
+            for chosen in choices
+        )
     return classes

@@ -53,6 +53,8 @@ def test_only_unit_weights_use_the_fast_linear() -> None:
     assert len(calls) == 1 and calls[0] is alone
     torch.func.vmap(lambda row: linear(detour, row, inside))(torch.ones(1, 3))
     assert len(calls) == 2 and calls[1] is inside
+    torch.compile(lambda row: linear(detour, row, inside), backend="eager", fullgraph=True)(torch.ones(1, 3))
+    assert len(calls) == 3, "torch.compile cannot trace UnitLinear"
 
 
 def test_delayed_gradients_are_reduced_once() -> None:
