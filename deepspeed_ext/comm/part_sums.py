@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums the parts of a bucket that a rank has received: in fp32, in rank order, rounded once.
 
-The reference is here. ``loco.ops`` loads kernels (``csrc``), which give the same bits for all numbers. Only the bits of
-NaNs may differ.
+The reference is here. ``loco.ops`` loads kernels (``csrc``), which give the same bits for all numbers; only the bits
+of NaNs may differ.
 """
 
 import torch

@@ -49,8 +49,8 @@ class Prediction:
         memory: bytes of model states.
         transient: other bytes that a step holds: the fp32 gradient for the optimizer, or, before that, Muon's momentum
             until the step is known to be applied; the largest gathered layer; the error feedback before and after the
-            step (Note [Bucket errors]); windows of updates that are copied to host memory. Activations and buckets
-            are not included.
+            step (Note [Bucket errors]); windows of updates that are copied to host memory; the parts that ordered
+            sums receive. Activations and other buckets are not included.
         host: bytes in host memory.
         volume: bytes received in a step; ``of_experts``: the part that belongs to experts.
         seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and between
