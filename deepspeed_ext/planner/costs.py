@@ -113,7 +113,8 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
     return replace(
-        _prediction(strategy, sizes, replace(model, bucket=bucket), rates, UNCOMPRESSED, overlap), plain=True
+        _prediction(strategy, sizes, replace(model, bucket=bucket, ordered=()), rates, UNCOMPRESSED, overlap),
+        plain=True,
     )
 
 
