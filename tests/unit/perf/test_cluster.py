@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.perf import tables
-from tests.perf.lib import gpt2, network, records, tabulated
+from tests.perf.lib import gpt2, records, tabulated
 from tests.perf.lib.measurements import BlocksMeasurement, OuterMeasurement, OverlapMeasurement
 from tests.perf.lib.offload import OffloadMeasurement
 from tests.perf.lib.records import Row, slower, speed
