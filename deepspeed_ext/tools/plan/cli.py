@@ -380,13 +380,13 @@ def _with_states_on_device(model: Model, arguments: argparse.Namespace) -> Model
     cache = (arguments.parameter_cache_gb or 0.0) * GIGA
     wider = model.gradient_bytes / BYTES[arguments.dtype or "bf16"]  # on the wire, than on the device
 
-    def held(states: ModelStates) -> ModelStates:
+    def on_device(states: ModelStates) -> ModelStates:
         return replace(states, gradients=states.gradients / wider, **no_bytes)
 
     return replace(
         model,
-        held=held(model.states),
-        experts=tuple(replace(family, held=held(family.states)) for family in model.experts),
+        held=on_device(model.states),
+        experts=tuple(replace(family, held=on_device(family.states)) for family in model.experts),
         host=HostParameters(cache=cache) if arguments.offload_param else None,
     )
 
