@@ -65,15 +65,15 @@ def rows_of(elements: int) -> Iterator[dict[str, Any]]:
 
 def table() -> records.Table:
     """Return root mean square errors by the number of ranks, in percent of the sums'."""
-    errors = _errors()
+    by_sum = errors()
     columns = [(kind, name) for kind in SIGNAL for name in SUMS]
-    lines = [[str(ranks), *(f"{100 * errors[column][ranks]:.2f} %" for column in columns)] for ranks in RANKS]
+    lines = [[str(ranks), *(f"{100 * by_sum[column][ranks]:.2f} %" for column in columns)] for ranks in RANKS]
     return ["ranks", *(f"{name}, {kind}" for kind, name in columns)], lines
 
 
 def plot() -> str:
     """Return an SVG of the errors of gradients with a signal, over the number of ranks."""
-    curves = {name: {float(ranks): e for ranks, e in _errors()["signal", name].items()} for name in SUMS}
+    curves = {name: {float(ranks): e for ranks, e in errors()["signal", name].items()} for name in SUMS}
     drawn = plots.Plot(curves, lambda value: f"{100 * value:g} %", "root mean square error of bf16 sums")
     for ranks in RANKS:
         drawn.add_tick(ranks, str(ranks))
@@ -82,12 +82,12 @@ def plot() -> str:
     return drawn.svg()
 
 
-def _errors() -> dict[tuple[str, str], dict[int, float]]:
+def errors() -> dict[tuple[str, str], dict[int, float]]:
     """Return errors of the rows, by kind of gradients and sum, then by the number of ranks."""
-    errors: dict[tuple[str, str], dict[int, float]] = {}
+    by_sum: dict[tuple[str, str], dict[int, float]] = {}
     for row in records.read_rows(records.RESULTS / "sum_errors.csv"):
-        errors.setdefault((row["gradients"], row["sum"]), {})[int(row["ranks"])] = float(row["rms_error"])
-    return errors
+        by_sum.setdefault((row["gradients"], row["sum"]), {})[int(row["ranks"])] = float(row["rms_error"])
+    return by_sum
 
 
 def main() -> None:
