@@ -111,7 +111,7 @@ def measure_rates(config: Config, topology: Topology, model: Model) -> Rates:
     """Measure the links with a model's dtype and collectives. Collective over all ranks; takes some seconds."""
     pinned = None if model.host is None else model.host.pinned
     reduce_scatter = config.zero_config.reduce_scatter
-    return probe.measure(topology, gradient_dtype(model), reduce_scatter, pinned, ordered=model.ordered)
+    return probe.measure(topology, gradient_dtype(model), reduce_scatter, pinned, model.ordered)
 
 
 def gradient_dtype(model: Model) -> torch.dtype:
