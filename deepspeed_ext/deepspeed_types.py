@@ -53,6 +53,7 @@ class ZeroConfig(Protocol):
     paro_strategy: str
     paro_group_size: int | None
     paro_overlap_updates: bool
+    paro_reduce: str
     paro_parameter_cache_bytes: int
     paro_quantized_updates: Any  # settings of config.settings, or None
     paro_outer_optimizer: Any

@@ -60,7 +60,7 @@ class LocoBuilder(CUDAOpBuilder):
         """Return the source files."""
         names = ["loco_cpu.cpp", "lossless_cpu.cpp"]
         if not self.build_for_cpu:
-            names += ["loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu"]
+            names += ["loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu", "sum_cuda.cu"]
         return [str(source_folder() / name) for name in names]
 
     def include_paths(self) -> list[str]:

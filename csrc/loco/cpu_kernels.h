@@ -271,6 +271,36 @@ LOCO_TARGET void decompress_blocks(const Decompress& shared, int64_t begin, int6
   for (int64_t i = begin; i < end; ++i) decompress_block<kType, kBits>(job, i, total);
 }
 
+// The sum of a block of all parts, in the order of ranks. Each part of a block is read in one piece.
+template <Type kType>
+LOCO_LOCAL void sum_block(const Sum& job, int64_t block, Floats* total) {
+  const int64_t first = block * job.block_size, left = job.width - first;
+  const int elements = left < job.block_size ? static_cast<int>(left) : job.block_size;
+  const int vectors = elements / kLanes, rest = elements % kLanes;
+  Element<kType> filled[kLanes] = {};
+  for (int64_t part = 0; part < job.count; ++part) {
+    const Element<kType>* from = static_cast<const Element<kType>*>(job.parts) + part * job.stride + first;
+    for (int i = 0; i < vectors; ++i) {
+      const Floats values = load_floats<kType>(from + i * kLanes);
+      total[i] = part ? total[i] + values : values;
+    }
+    std::memcpy(filled, from + vectors * kLanes, rest * sizeof(filled[0]));
+    const Floats values = load_floats<kType>(filled);
+    total[vectors] = part ? total[vectors] + values : values;
+  }
+  Element<kType>* out = static_cast<Element<kType>*>(job.out) + first;
+  for (int i = 0; i < vectors; ++i) store_floats<kType>(out + i * kLanes, total[i]);
+  store_floats<kType>(filled, total[vectors]);
+  std::memcpy(out + vectors * kLanes, filled, rest * sizeof(filled[0]));
+}
+
+template <Type kType>
+LOCO_TARGET void sum_blocks(const Sum& shared, int64_t begin, int64_t end) {
+  const Sum job = shared;
+  Floats total[kLargestBlock / kLanes + 1];
+  for (int64_t i = begin; i < end; ++i) sum_block<kType>(job, i, total);
+}
+
 #include "difference_kernels.h"
 
 #undef LOCO_LOCAL

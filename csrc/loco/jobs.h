@@ -73,6 +73,14 @@ struct Apply {
   int block_size;
 };
 
+struct Sum {
+  const void* parts;
+  int64_t stride;  // elements from part to part
+  int64_t count, width, blocks;
+  void* out;
+  int block_size;  // elements that a task sums
+};
+
 inline Type type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
@@ -213,6 +221,23 @@ inline Apply make_apply(const Tensor& wire, Tensor& held, int64_t bits, int64_t 
   job.held = held.mutable_data_ptr();
   job.held_stride = held.stride(0);
   job.block_size = static_cast<int>(block_size);
+  return job;
+}
+
+inline Sum make_sum(const Tensor& parts, Tensor& out, int block_size) {
+  check_rows(parts, "parts");
+  STD_TORCH_CHECK(
+      out.dim() == 1 && out.is_contiguous() && parts.size(0) >= 1 && parts.size(1) == out.numel() &&
+          parts.scalar_type() == out.scalar_type(),
+      "out must be contiguous, with the width and the dtype of at least one part");
+  Sum job{};
+  job.parts = parts.const_data_ptr();
+  job.stride = parts.stride(0);
+  job.count = parts.size(0);
+  job.width = out.numel();
+  job.blocks = (job.width + block_size - 1) / block_size;
+  job.out = out.mutable_data_ptr();
+  job.block_size = block_size;
   return job;
 }
 

@@ -37,6 +37,7 @@ namespace avx512 {
 namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
+constexpr int kSummedBlock = 1024;  // its sums stay in the L1 cache
 
 template <typename Job>
 using Kernel = void (*)(const Job&, int64_t, int64_t);
@@ -99,6 +100,21 @@ Kernel<Apply> apply_kernel() {
   }
 #endif
   return portable::apply_blocks<kType, kBits>;
+}
+
+template <Type kType>
+Kernel<Sum> sum_kernel() {
+#if defined(LOCO_X86)
+  switch (instruction_set()) {
+    case Set::kAvx512:
+      return avx512::sum_blocks<kType>;
+    case Set::kAvx2:
+      return avx2::sum_blocks<kType>;
+    default:
+      break;
+  }
+#endif
+  return portable::sum_blocks<kType>;
 }
 
 template <typename Job>
@@ -164,6 +180,11 @@ void apply_cpu(Tensor wire, Tensor held, int64_t bits, int64_t block_size) {
   });
 }
 
+void sum_cpu(Tensor parts, Tensor out) {
+  const Sum job = make_sum(parts, out, kSummedBlock);
+  with_type(type_of(out), [&](auto type) { run(sum_kernel<decltype(type)::value>(), job, job.blocks); });
+}
+
 }  // namespace
 }  // namespace loco
 
@@ -172,6 +193,7 @@ STABLE_TORCH_LIBRARY_IMPL(deepspeed_paro, CPU, library) {
   library.impl("loco_decompress", TORCH_BOX(&loco::decompress_cpu));
   library.impl("loco_difference", TORCH_BOX(&loco::difference_cpu));
   library.impl("loco_apply", TORCH_BOX(&loco::apply_cpu));
+  library.impl("sum_parts", TORCH_BOX(&loco::sum_cpu));
 }
 
 // An empty module: importing it loads the library, which registers the operators.

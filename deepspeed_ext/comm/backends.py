@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Exact reductions, one per backend."""
+"""Exact reductions: ordered ones, and those of each backend."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer
 from deepspeed_ext.comm.packing import concat_padded
+from deepspeed_ext.comm.part_sums import sum_parts
 from deepspeed_ext.comm.spans import Contents, Spans
 
 # Elements that a link sends during the latency of a ring step: 64 KB in 6 microseconds at 10 GB/s.
@@ -18,10 +19,11 @@ _ELEMENTS_PER_STEP = 1 << 15
 
 
 class AllToAllReduce(ReduceHop):
-    """A reduction for gloo: an all-to-all and a local sum.
+    """An ordered reduction: an all-to-all and a local sum in fp32, in rank order. Also the default for gloo.
 
-    gloo's reduce-scatter sends the bytes of an all-reduce, twice as many (measured at the interface). Here, unequal
-    parts cost nothing extra, and the sum is taken in fp32 in a fixed order.
+    It receives the bytes of a ring reduce-scatter. gloo's reduce-scatter sends the bytes of an all-reduce, twice as
+    many (measured at the interface). Unequal parts cost nothing extra. Until the sum, a rank holds the parts of all
+    ranks: as many elements as ``flat``.
     """
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
@@ -31,10 +33,7 @@ class AllToAllReduce(ReduceHop):
         width = splits[self.rank]
         parts = flat.new_empty(self.size * width)
         yield self.collectives.all_to_all(parts, flat, splits, "reduce_scatter")
-        total = parts[:width].float()  # added in rank order, so that sums do not depend on the owner
-        for part in range(1, self.size):
-            total += parts[part * width : (part + 1) * width]
-        return total.to(flat.dtype)
+        return sum_parts(parts.view(self.size, width))
 
 
 class NativeReduce(ReduceHop):
@@ -93,12 +92,20 @@ class AllReduceReduce(ReduceHop):
         return (yield from _all_reduce(self, flat))
 
 
-MakeReduce = Callable[[ProcessGroup | None, str, bool], ReduceHop]  # arguments of ``make_reduce``
+MakeReduce = Callable[[ProcessGroup | None, str, bool], ReduceHop]  # first arguments of ``make_reduce``
 MakeGather = Callable[[ProcessGroup | None, str], GatherHop]  # process group and name
 
 
-def make_reduce(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
-    """Make the exact reduction for this group's backend; ``reduce_scatter`` is DeepSpeed's key of that name."""
-    if not reduce_scatter:
-        return AllReduceReduce(group, name)
-    return (AllToAllReduce if collectives.backend_of(group) == "gloo" else NativeReduce)(group, name)
+def make_reduce(
+    group: ProcessGroup | None, name: str, reduce_scatter: bool = True, ordered: bool = False
+) -> ReduceHop:
+    """Make an exact reduction.
+
+    Args:
+        group, name: see ``Hop``.
+        reduce_scatter: DeepSpeed's key of that name.
+        ordered: whether sums are taken in rank order with every backend; otherwise the backend decides.
+    """
+    if ordered or (reduce_scatter and collectives.backend_of(group) == "gloo"):
+        return AllToAllReduce(group, name)
+    return (NativeReduce if reduce_scatter else AllReduceReduce)(group, name)

@@ -25,6 +25,7 @@ from deepspeed_ext.config.keys import (
     OVERLAP_UPDATES,
     QUANTIZED,
     QUANTIZED_UPDATES,
+    REDUCE,
     SECTION,
     STAGE,
     STRATEGY,
@@ -32,6 +33,8 @@ from deepspeed_ext.config.keys import (
     our_keys,
 )
 from deepspeed_ext.config.settings import (
+    BACKEND,
+    ORDERED_LEVELS,
     LocoSettings,
     OuterSettings,
     ReportSettings,
@@ -78,6 +81,11 @@ class ParoConfig(BaseModel):
     paro_overlap_updates: Annotated[bool, key_field("true or false")] = False
     """With p = N: gathers updated parameters [during the next forward](../zero/overlap.md#updated-parameters). With
     p = I this is always done."""
+    paro_reduce: Annotated[
+        str, Predicate(ORDERED_LEVELS.__contains__), key_field('"backend", "ordered" or "ordered_everywhere"')
+    ] = BACKEND
+    """Order of gradient sums. "ordered": [between groups in rank order](../zero/README.md#ordered-sums), in fp32, on
+    every backend. "ordered_everywhere": also within groups. "backend": as the backend sums."""
     paro_quantized_updates: Annotated[
         UpdateSettings | None, _parse_settings(UpdateSettings), key_field(expected_dictionary(UpdateSettings))
     ] = None
@@ -222,7 +230,7 @@ class ParoConfig(BaseModel):
     def _refuse_without_strategy(self, section: Mapping[str, Any]) -> None:
         """Refuse keys that do nothing without a strategy."""
         for key in section:
-            if key in (GROUP_SIZE, OVERLAP_UPDATES, OUTER, CACHE_BYTES, *FASTEST_KEYS):
+            if key in (GROUP_SIZE, OVERLAP_UPDATES, REDUCE, OUTER, CACHE_BYTES, *FASTEST_KEYS):
                 raise ValueError(
                     f"{SECTION}.{key} is set ({section[key]!r}) without {SECTION}.{STRATEGY}: "
                     f"add a strategy, one of {hyphenated(STRATEGIES)}, or remove {key}."
@@ -260,8 +268,8 @@ class ParoConfig(BaseModel):
                 f"be one of {hyphenated(OUTER_STRATEGIES)}, got {hyphenate(self.paro_strategy or '')}. I-I-I shards "
                 f"parameters inside a group, N-I-I replicates them."
             )
-        for key in (LOCO, QUANTIZED, QUANTIZED_UPDATES):
-            if key in section and (section[key] or key != QUANTIZED):
+        for key in (LOCO, QUANTIZED, QUANTIZED_UPDATES, REDUCE):
+            if key in section and section[key] not in (False, BACKEND):
                 raise ValueError(
                     f"{SECTION}.{key} cannot be combined with {outer}: inner steps send nothing between groups, and "
                     f"{outer}.bits sets the bits of outer steps. Remove {key}."

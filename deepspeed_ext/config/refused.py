@@ -9,9 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.keys import CACHE_BYTES, QUANTIZED_UPDATES, SECTION, STRATEGY, THRESHOLD, strategy_key
+from deepspeed_ext.config.keys import (
+    CACHE_BYTES,
+    LOCO,
+    QUANTIZED_UPDATES,
+    REDUCE,
+    SECTION,
+    STRATEGY,
+    THRESHOLD,
+    strategy_key,
+)
 from deepspeed_ext.config.section import offloads
-from deepspeed_ext.config.settings import EXACT
+from deepspeed_ext.config.settings import BACKEND, EXACT, ORDERED, ORDERED_EVERYWHERE
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenated
 
 if TYPE_CHECKING:
@@ -208,6 +217,17 @@ REFUSED: tuple[Refusal, ...] = (
         "reduce_scatter",
         "LoCo's reduction between groups is not an all-reduce",
         find=lambda zero: zero.zeropp_loco_param is not None and not zero.reduce_scatter,
+    ),
+    _refuse_zero_key(
+        "reduce_scatter",
+        f"an all-reduce sums in the backend's order, and {REDUCE} asks for rank order",
+        find=lambda zero: zero.paro_reduce != BACKEND and not zero.reduce_scatter,
+    ),
+    _refuse_zero_key(
+        REDUCE,
+        f'{LOCO} has its own reduction between groups, whose sums are in rank order already; "{ORDERED_EVERYWHERE}" '
+        f"also orders the sums within groups",
+        find=lambda zero: zero.paro_reduce == ORDERED and zero.zeropp_loco_param is not None,
     ),
     _refuse_zero_key(
         QUANTIZED_UPDATES,

@@ -1,7 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the hops between groups for an engine's configuration, and reports their compression."""
+"""Creates the hops for an engine's configuration, and reports their compression."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -10,11 +11,18 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
+from deepspeed_ext.config.keys import GROUP_SIZE, REDUCE, SECTION
 from deepspeed_ext.config.section import offloads
-from deepspeed_ext.config.settings import EXACT, LocoSettings, UpdateSettings, outer_step_settings
+from deepspeed_ext.config.settings import (
+    EXACT,
+    ORDERED_LEVELS,
+    LocoSettings,
+    UpdateSettings,
+    outer_step_settings,
+)
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, QuantizedSums
-from deepspeed_ext.loco.ops import require_kernels
+from deepspeed_ext.loco.ops import load_kernels, require_kernels
 from deepspeed_ext.loco.sampling import StepReport
 from deepspeed_ext.loco.updates import HalfDifferences, LosslessDifferences, QuantizedDifferences
 from deepspeed_ext.strategy import Placement, Strategy
@@ -29,7 +37,7 @@ def _events(label: str, name: str) -> str:
 
 
 class ConfiguredHops:
-    """Creates the hops between groups for an engine's configuration.
+    """Creates the hops for an engine's configuration.
 
     Args:
         engine: the engine; its monitor and timers get reports.
@@ -40,6 +48,9 @@ class ConfiguredHops:
         self._engine = engine
         config = engine._config.zero_config
         self._loco: LocoSettings | None = config.zeropp_loco_param
+        self._ordered = ORDERED_LEVELS[config.paro_reduce]
+        if self._ordered:  # without kernels, ordered sums run in plain PyTorch
+            load_kernels()
         updates: UpdateSettings | None = config.paro_quantized_updates
         # If optimizer states are not sharded over all ranks, sums of gradients are gathered instead of parameters.
         self._updates = updates if strategy.os == Placement.G else None
@@ -47,7 +58,7 @@ class ConfiguredHops:
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         """Create a hop of gradients between groups: a LocoHop if configured, else an exact one."""
-        hop = make_reduce(group, name, reduce_scatter) if self._loco is None else self._loco_hop(group, name)
+        hop = self._loco_hop(group, name) if self._loco else self._exact_hop(group, name, reduce_scatter, "inter")
         if self._sums is None:
             return hop
         require_kernels(get_accelerator().device_name(), hop.collectives.group, UpdateSettings.key)
@@ -56,6 +67,16 @@ class ConfiguredHops:
         if name == _DENSE:
             description, action = "gradient sums are gathered", "their quantization errors are reset"
             log_update_settings(self._sums, self._sums.sums.block_size, hop.size, description, action)
+        return hop
+
+    def reduce_intra(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
+        """Create an exact hop of gradients within a group."""
+        return self._exact_hop(group, name, reduce_scatter, "intra")
+
+    def _exact_hop(self, group: ProcessGroup | None, name: str, reduce_scatter: bool, level: str) -> ReduceHop:
+        hop = make_reduce(group, name, reduce_scatter, level in self._ordered)
+        if name == _DENSE and self._ordered:
+            log_ordered_sums(self._ordered, hop.size)
         return hop
 
     def _loco_hop(self, group: ProcessGroup | None, name: str) -> LocoHop:
@@ -115,6 +136,15 @@ def _error_device(engine: Engine) -> tuple[str | None, bool]:
     """Return (device of the error feedback, None for that of gradients; whether it is in pinned memory)."""
     section: Any = engine._config.zero_config.offload_optimizer
     return ("cpu", section.pin_memory) if offloads(section) else (None, False)
+
+
+def log_ordered_sums(levels: Sequence[str], groups: int) -> None:
+    """Log on rank 0 the reductions that sum in rank order."""
+    message = f"gradients are summed in fp32 in rank order between {groups} groups"
+    if groups == 1:
+        message = f"there is one group, so nothing is summed between groups. Set {SECTION}.{GROUP_SIZE} to use more"
+    within = "; sums within groups are in rank order, too" if "intra" in levels else ""
+    log_dist(f"deepspeed_ext: {SECTION}.{REDUCE}: {message}{within}", ranks=[0])
 
 
 def log_update_settings(settings: UpdateSettings, block_size: int, groups: int, description: str, action: str) -> None:

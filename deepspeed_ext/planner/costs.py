@@ -51,7 +51,7 @@ class Prediction:
         transient: other bytes that a step holds: the fp32 gradient for the optimizer, or, before that, Muon's momentum
             until the step is known to be applied; the largest gathered layer, or unit and its gradients; the error
             feedback before and after the step (Note [Bucket errors]); windows of updates that are copied to host
-            memory. Activations and buckets are not included.
+            memory; the parts that ordered sums receive. Activations and other buckets are not included.
         host: bytes in host memory.
         volume: bytes received in a step; ``of_experts``: the part that belongs to experts.
         seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and between
@@ -114,7 +114,8 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
     return replace(
-        _prediction(strategy, sizes, replace(model, bucket=bucket), rates, UNCOMPRESSED, overlap), plain=True
+        _prediction(strategy, sizes, replace(model, bucket=bucket, ordered=()), rates, UNCOMPRESSED, overlap),
+        plain=True,
     )
 
 

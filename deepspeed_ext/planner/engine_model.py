@@ -11,8 +11,9 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import all_reduce
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, configured_value
+from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, REDUCE, configured_value
 from deepspeed_ext.config.section import offloads
+from deepspeed_ext.config.settings import BACKEND, ORDERED_LEVELS
 from deepspeed_ext.deepspeed_types import Config, Engine
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.leaf.setup import settings_and_live
@@ -51,6 +52,7 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
         overlap=configured_value(config._param_dict, "overlap_comm"),
         overlap_updates=getattr(zero, OVERLAP_UPDATES, False),
         host=_host_parameters(config),
+        ordered=ORDERED_LEVELS[getattr(zero, REDUCE, BACKEND)],
     )
 
 
@@ -110,7 +112,8 @@ def configured_compression(config: Config) -> Compression:
 def measure_rates(config: Config, topology: Topology, model: Model) -> Rates:
     """Measure the links with a model's dtype and collectives. Collective over all ranks; takes some seconds."""
     pinned = None if model.host is None else model.host.pinned
-    return probe.measure(topology, gradient_dtype(model), config.zero_config.reduce_scatter, pinned)
+    reduce_scatter = config.zero_config.reduce_scatter
+    return probe.measure(topology, gradient_dtype(model), reduce_scatter, pinned, model.ordered)
 
 
 def gradient_dtype(model: Model) -> torch.dtype:

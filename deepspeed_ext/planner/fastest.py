@@ -33,6 +33,7 @@ from deepspeed_ext.config.keys import (
     MEMORY,
     MICRO_STEP,
     QUANTIZED_UPDATES,
+    REDUCE,
     SECTION,
     STRATEGY,
 )
@@ -211,6 +212,7 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         "overlap_comm": model.overlap,
         "paro_overlap_updates": model.overlap_updates,
         MICRO_STEP: zero.paro_micro_step_seconds,
+        **({REDUCE: zero.paro_reduce} if model.ordered else {}),  # older decisions do not have this key
         **({"matrices": model.matrices} if model.matrices else {}),  # older decisions do not have this key
         **({CACHE_BYTES: zero.paro_parameter_cache_bytes} if zero.paro_parameter_cache_bytes else {}),
         **({"experts": [_experts_input(family) for family in model.experts]} if model.experts else {}),

@@ -143,6 +143,7 @@ class Model:
         orthogonalizing: seconds in which one rank would orthogonalize all of its matrices, experts' included.
         experts: experts of expert parallelism.
         host: settings of sharded parameters in host memory; None if they are on the device.
+        ordered: hops with ordered sums of gradients (``paro_reduce``), of "intra" and "inter".
     """
 
     states: ModelStates
@@ -161,6 +162,7 @@ class Model:
     orthogonalizing: float = 0.0
     experts: tuple[Experts, ...] = ()
     host: HostParameters | None = None
+    ordered: tuple[str, ...] = ()
 
     @classmethod
     def of_size(
@@ -169,6 +171,7 @@ class Model:
         trainable: int | None = None,
         *,
         width: int = 2,
+        gradient_width: int | None = None,
         experts: int = 0,
         expert_parallel: int = 1,
         muon: bool = False,
@@ -179,23 +182,25 @@ class Model:
         Args:
             parameters: number of parameters, experts' included.
             trainable: number of trained dense parameters; None for all.
-            width: bytes of a parameter and of a gradient.
+            width: bytes of a parameter.
+            gradient_width: bytes of a gradient, as communicated; None for those of a parameter.
             experts: number of parameters in experts.
             expert_parallel: expert-parallel size: ranks that together have all experts.
             muon: whether Muon trains all parameters, rather than Adam.
             largest_layer: number of parameters in the largest module.
         """
+        gradient_width = gradient_width or width
         optimizer_bytes = OPTIMIZER_BYTES["muon" if muon else "adam"]
-        each = {"parameter_bytes": width, "gradient_bytes": width, "optimizer_bytes": optimizer_bytes}
+        each = {"parameter_bytes": width, "gradient_bytes": gradient_width, "optimizer_bytes": optimizer_bytes}
         dense, of_rank = parameters - experts, experts // expert_parallel
         states, expert_states = ModelStates.of(dense, trainable, **each), ModelStates.of(of_rank, **each)
-        trained = round((states.gradients + expert_states.gradients) / width)
+        trained = round((states.gradients + expert_states.gradients) / gradient_width)
         family = Experts(
             expert_parallel, expert_states, None, max(1, of_rank // FETCHED), expert_states.gradients if muon else 0.0
         )
         return cls(
             states,
-            width,
+            gradient_width,
             fetches=max(1, dense // FETCHED),
             largest_layer=float(largest_layer * width),
             bucket=full_bucket(BUCKET, trained),
@@ -307,4 +312,19 @@ def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, compres
         total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
+    total += _received_parts(strategy, sizes, model, "inter" in model.ordered and compression.loco is None)
     return total + compression.error_bytes_in_step(strategy, sizes, trainable)
+
+
+def _received_parts(strategy: Strategy, sizes: GroupSizes, model: Model, between_groups: bool) -> float:
+    """Return the bytes that ordered sums receive from all ranks before they are summed, in one transfer of each hop.
+
+    Within a group these are as many as in a bucket. Between groups they are as many as in the part of it for one rank
+    of a group; or, if gradients are reduced between groups at the boundary, as in a window of the size of a bucket.
+    """
+    bucket = min(model.bucket, model.trainable)
+    of_rank = model.trainable / sizes.group_size
+    between = bucket / sizes.group_size if strategy.g == Placement.G else min(bucket, of_rank)
+    elements = bucket if "intra" in model.ordered and sizes.group_size > 1 else 0.0
+    elements += between if between_groups and sizes.groups > 1 else 0.0
+    return elements * model.gradient_bytes

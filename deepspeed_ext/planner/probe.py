@@ -9,7 +9,7 @@ the same rates.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -41,7 +41,11 @@ DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device with enough memory, since its ca
 
 
 def measure(
-    topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatter: bool = True, pinned: bool | None = None
+    topology: Topology,
+    dtype: torch.dtype = torch.float32,
+    reduce_scatter: bool = True,
+    pinned: bool | None = None,
+    ordered: Collection[str] = (),
 ) -> Rates:
     """Measure the rates of this topology's hops. Collective over all ranks.
 
@@ -51,11 +55,12 @@ def measure(
         topology: the groups.
         dtype: dtype of gradients and parameters.
         reduce_scatter: DeepSpeed's key of that name.
+        ordered: hops with ordered sums, of "intra" and "inter".
         pinned: whether parameters in host memory are pinned; None if there are none, so that no copies are measured.
     """
     groups = {"intra": topology.intra, "inter": topology.inter}
     gathers = [GatherHop(group, level) for level, group in groups.items()]
-    reductions = [make_reduce(group, level, reduce_scatter) for level, group in groups.items()]
+    reductions = [make_reduce(group, level, reduce_scatter, level in ordered) for level, group in groups.items()]
     rates = [_hop_rate(hop, dtype) for hop in track_progress([*gathers, *reductions], "measuring links", "hop")]
     of_gathers, of_reductions = (
         dict(zip(groups, rates_by_level, strict=True)) for rates_by_level in (rates[:2], rates[2:])

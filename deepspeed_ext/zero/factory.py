@@ -53,7 +53,10 @@ class Hops(Protocol):
 
 
 class EngineHops(Hops, Protocol):
-    """Creates the hops between groups that an engine's configuration selects."""
+    """Creates the hops that an engine's configuration selects."""
+
+    def reduce_intra(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
+        """Create the hop of gradients within a group; see ``reduce``."""
 
     def outer(self, bits: int) -> Hops:
         """Return a factory of the outer optimizer's hops, with this number of bits."""
@@ -238,24 +241,24 @@ def _context(call: _Call, config: ZeroConfig, strategy: Strategy, families: Fami
 
 
 def _make_stage12(
-    call: _Call, strategy: Strategy, topologies: Topologies, hops: Hops, config: ZeroConfig
+    call: _Call, strategy: Strategy, topologies: Topologies, hops: EngineHops, config: ZeroConfig
 ) -> Stage12Optimizer:
-    families = families_of(topologies, topologies, hops.gather, hops.reduce, config.reduce_scatter)
+    families = families_of(topologies, topologies, hops.gather, hops.reduce, hops.reduce_intra, config.reduce_scatter)
     arguments = call.kwargs | {"overlap_comm": config.overlap_comm}
     return Stage12Optimizer(*call.args, **arguments, context=_context(call, config, strategy, families))
 
 
 def _make_stage3(
-    call: _Call, strategy: Strategy, topologies: Topologies, hops: Hops, config: ZeroConfig
+    call: _Call, strategy: Strategy, topologies: Topologies, hops: EngineHops, config: ZeroConfig
 ) -> Stage3Optimizer:
     reductions = _topologies_of_reductions(strategy, topologies, config)
-    families = families_of(topologies, reductions, hops.gather, hops.reduce, config.reduce_scatter)
+    families = families_of(topologies, reductions, hops.gather, hops.reduce, hops.reduce_intra, config.reduce_scatter)
     context = _context(call, config, strategy, families)
     return Stage3Optimizer(*call.args, **call.kwargs, context=context, gathering=GatherSettings.from_config(config))
 
 
 def _make_inference(
-    call: _Call, strategy: Strategy, topologies: Topologies, hops: Hops, config: ZeroConfig
+    call: _Call, strategy: Strategy, topologies: Topologies, hops: EngineHops, config: ZeroConfig
 ) -> DeepSpeedZeRoOffload:
     """Shard and gather parameters of an engine without an optimizer."""
     with use_coordinator(topologies[DENSE].shard_group(strategy.p)):

@@ -126,6 +126,7 @@ def families_of(
     reductions: Topologies,
     gather: MakeGather = GatherHop,
     reduce: MakeReduce = make_reduce,
+    reduce_intra: MakeReduce = make_reduce,
     reduce_scatter: bool = True,
 ) -> dict[str, Family]:
     """Return the families with their hops. Inside a group links are fast, so nothing is compressed.
@@ -135,6 +136,7 @@ def families_of(
         reductions: topologies of gradients: the same, or other process groups of the same ranks.
         gather: creates the hops of parameters between groups.
         reduce: creates the hops of gradients between groups.
+        reduce_intra: creates the hops of gradients within groups.
         reduce_scatter: DeepSpeed's key of that name.
     """
     families = {}
@@ -146,7 +148,7 @@ def families_of(
             topology,
             ParameterRedistribution(GatherHop(topology.intra, intra), gather(topology.inter, inter)),
             GradientRedistribution(
-                make_reduce(reduction_topology.intra, intra, reduce_scatter),
+                reduce_intra(reduction_topology.intra, intra, reduce_scatter),
                 reduce(reduction_topology.inter, inter, reduce_scatter),
             ),
         )

@@ -17,7 +17,7 @@ from unittest import mock
 from deepspeed_ext.op_builder import LocoBuilder, source_folder
 
 NVCC = shutil.which("nvcc")
-SOURCES = ("loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu")
+SOURCES = ("loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu", "sum_cuda.cu")
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\w+)'")
 _MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")

@@ -91,6 +91,7 @@ OPTIONS = {
     "bf16": Options(BOTH_STAGES, _OVERLAP, replace(_BF16, boundary="user")),
     "fp16": Options(ALL, _OVERLAP, replace(_JOB, dtype="fp16", overflow=((3, 1),), steps=3)),
     "no buffers": Options(BOTH_STAGES, {**_OVERLAP, "contiguous_gradients": False, "reduce_scatter": False}),
+    "ordered": Options(ALL, {**_OVERLAP, "paro_reduce": "ordered_everywhere"}, _BF16),
     "units": Options(("ING", "III", "IGG", "GIG", "GGG"), {"stage3_leaf_bytes": True}, _MIXTURES),
     "chunks": Options(
         ("INI", "IIG", "GNG", "GGG"), {"stage3_leaf_bytes": 12_000}, replace(_MIXTURES, network=mixtures.Mixtures)

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
 from scripts import ROOT
+from tests.perf import sum_errors
 from tests.perf.lib import how_to, network, predictions, studies, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows
 
@@ -118,6 +119,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "kernels": kernels,
     "lossless": lossless,
     "growth": growth,
+    "sum-errors": sum_errors.table,
     "network": network.table,
     "expected": predictions.expected,
     "pipelines": pipelines,
@@ -143,6 +145,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "how-to-saving": how_to.saving,
     "how-to-going-back": how_to.going_back,
 }
+PLOTTED = (network, sum_errors)
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -160,7 +163,8 @@ def pages() -> Sequence[Path]:
 def main() -> None:
     for page in pages():
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
-    network.plot()
+    for measurement in PLOTTED:
+        measurement.plot()
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
-from deepspeed_ext.config.settings import OuterSettings
+from deepspeed_ext.config.settings import BACKEND, ORDERED_LEVELS, OuterSettings
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import COMPRESSIONS
 from deepspeed_ext.planner.memory import HostParameters, Model
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates, bytes_per_second
-from deepspeed_ext.strategy import GroupSizes, Placement
+from deepspeed_ext.strategy import GroupSizes, ModelStates, Placement
 from deepspeed_ext.tools.arguments import count, import_callable, new_file, number, sub_key
 from deepspeed_ext.tools.plan import page, report
 from deepspeed_ext.tools.plan.outer import plan_outer
@@ -55,6 +55,7 @@ EXCLUSIVE = (
     ("expert_params", "trainable", "all parameters are trained"),
     ("tokens", "micro_step_seconds", "either of them gives the seconds of a micro-step"),
     ("tokens", "expert_params", "a token uses only some experts: give --micro-step-seconds"),
+    ("outer", "reduce", "inner steps send nothing between groups"),
     ("outer", "offload_param", "only the outer optimizer's own states can be in host memory"),
     ("outer", "offload_optimizer", "only the outer optimizer's own states can be in host memory"),
 )
@@ -114,6 +115,10 @@ def _add_model(add: _Adder) -> None:
     add("--expert-params", "N", "parameters in experts, with --params and --expert-parallel", _COUNT)
     add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _WHOLE)
     add("--dtype", None, "dtype of parameters and gradients (default: bf16)", str, choices=BYTES)
+    sent = "communication_data_type: dtype in which gradients are sent (default: that of --dtype)"
+    add("--gradient-dtype", None, sent, str, choices=BYTES)
+    ordered = [name for name, levels in ORDERED_LEVELS.items() if levels]
+    add("--reduce", None, "paro_reduce: sum gradients in rank order, with its memory", str, choices=ordered)
     add("--accumulation", "S", "micro-steps of a step (default: 1)", _WHOLE)
     add(
         "--micro-step-seconds",
@@ -331,18 +336,20 @@ def _node_counts(arguments: argparse.Namespace, launched: bool) -> tuple[int, in
 def _model(arguments: argparse.Namespace) -> Model:
     """Return the model to train, by counting a built model or from its size."""
     width, muon = BYTES[arguments.dtype or "bf16"], arguments.muon is not None
+    gradient_width = BYTES[arguments.gradient_dtype or arguments.dtype or "bf16"]
     if arguments.model is not None:
         module = import_callable(arguments.model)()
         from deepspeed_ext.planner.models import describe, mark_matrices
 
         if muon:
             mark_matrices(module)
-        model = describe(module, parameter_bytes=width)
+        model = describe(module, parameter_bytes=width, gradient_bytes=gradient_width)
     else:
         model = Model.of_size(
             arguments.params,
             arguments.trainable,
             width=width,
+            gradient_width=gradient_width,
             experts=arguments.expert_params or 0,
             expert_parallel=arguments.expert_parallel or 1,
             muon=muon,
@@ -359,21 +366,27 @@ def _model(arguments: argparse.Namespace) -> Model:
         compute=compute,
         overlap_updates=arguments.overlap_updates,
         orthogonalizing=arguments.muon or 0.0,
+        ordered=ORDERED_LEVELS[arguments.reduce or BACKEND],
     )
-    return _with_offload(model, arguments)
+    return _with_states_on_device(model, arguments)
 
 
-def _with_offload(model: Model, arguments: argparse.Namespace) -> Model:
-    """Return the model with its offloaded states, including those of experts."""
+def _with_states_on_device(model: Model, arguments: argparse.Namespace) -> Model:
+    """Return the model with the states on the device: without offloaded ones, with gradients in their own dtype."""
     offloaded = {"parameters": arguments.offload_param, "optimizer": arguments.offload_optimizer}
     no_bytes = {name: 0.0 for name, enabled in offloaded.items() if enabled}
-    if not no_bytes:
+    if not no_bytes and arguments.gradient_dtype is None:
         return model
     cache = (arguments.parameter_cache_gb or 0.0) * GIGA
+    wider = model.gradient_bytes / BYTES[arguments.dtype or "bf16"]  # on the wire, than on the device
+
+    def on_device(states: ModelStates) -> ModelStates:
+        return replace(states, gradients=states.gradients / wider, **no_bytes)
+
     return replace(
         model,
-        held=replace(model.states, **no_bytes),
-        experts=tuple(replace(family, held=replace(family.states, **no_bytes)) for family in model.experts),
+        held=on_device(model.states),
+        experts=tuple(replace(family, held=on_device(family.states)) for family in model.experts),
         host=HostParameters(cache=cache) if arguments.offload_param else None,
     )
 
@@ -400,4 +413,5 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype or "bf16"]
-    return probe.measure(get_topology(None, sizes.group_size), dtype, pinned=copies or None)
+    topology, ordered = get_topology(None, sizes.group_size), ORDERED_LEVELS[arguments.reduce or BACKEND]
+    return probe.measure(topology, dtype, pinned=copies or None, ordered=ordered)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of the operators that send numbers in few bits: gradients with their errors, and differences."""
+"""Cases of the operators that send numbers in few bits, gradients with their errors and differences; and of sums."""
 
 import itertools
 from collections.abc import Iterator
@@ -125,6 +125,16 @@ def differences(compare: Comparison, draw: Drawing, amount: float) -> None:
             arrived = draw.wire(packing, rows, width) if draw.random.random() < 0.4 else wire.view
             into = draw.placed(retained, Use.READ | Use.WRITE)
             compare("loco_apply", (draw.packed(arrived, Use.READ, aligned), into, bits, block), case)
+
+
+def sums(compare: Comparison, draw: Drawing, amount: float) -> None:
+    """Parts of ranks, of any number, width, address, and distance."""
+    cases = list(itertools.product(ops.DTYPES, (1, 2, 3, 4, 5, 8, 9, 64)))
+    for dtype, count in _repeated(cases, 24 * amount, draw):
+        parts = draw.placed(draw.numbers(count, draw.width(), dtype), Use.READ)
+        width = parts.view.shape[1]
+        out = Placed(garbage((width,), dtype), Use.WRITE, draw.random.choice((0, 0, 8, 1, 3)), known=False)
+        compare("sum_parts", (parts, out), f"{dtype} {count} x {width}")
 
 
 def _repeated(cases: list, times: float, draw: Drawing) -> Iterator:  # type: ignore[type-arg]  of any tuples

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed_ext.comm import part_sums
 from deepspeed_ext.loco import lossless, ops, reference
 from deepspeed_ext.loco.reference import Packing
 from tests.campaigns.kernels.drawing import Drawing
@@ -45,6 +46,7 @@ def empty(compare: Comparison, draw: Drawing, amount: float) -> None:
         _nothing(compare, "lossless_measure", (none, none, words))
         _nothing(compare, "lossless_pack", (none, none, words, wire))
         _nothing(compare, "lossless_apply", (wire, none))
+        _nothing(compare, "sum_parts", (Placed(torch.zeros(2, 0, dtype=dtype), BOTH), Placed(none.view[0], BOTH)))
     for dtype in ops.DTYPES:
         row = draw.numbers(1, 100, dtype).expand(3, -1)
         column = draw.numbers(5, 7, dtype).t().contiguous().t()[:, 2:3]  # strides of 1 and 5
@@ -130,6 +132,7 @@ def large(compare: Comparison, draw: Drawing, amount: float) -> None:
         _LargeGradient(draw, dtype, width, Packing(bits, 128), retained).run(compare)
     _large_rows(compare, draw, torch.bfloat16, 3, 2**30 + 8)
     _large_lossless(compare, draw)
+    _large_sum(compare, draw)
 
 
 class _Part(NamedTuple):
@@ -273,6 +276,22 @@ def _large_lossless(compare: Comparison, draw: Drawing) -> None:
         )
 
 
+def _large_sum(compare: Comparison, draw: Drawing) -> None:
+    """Parts of more elements than 31 bits count; the last one begins after 2^32."""
+    width = 2**31 + 4104
+    parts, out = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((3, width), (width,)))
+    slices = {tile: slice(tile * _TILE, min(width, (tile + 1) * _TILE)) for tile in (0, 2**19 - 1, 2**19, 2**19 + 1)}
+    for own in slices.values():
+        parts[:, own] = draw.numbers(3, own.stop - own.start, torch.bfloat16)
+    compare.emulator.set(_SHUFFLED)
+    with compare.emulator.only(list(slices)):
+        compare.emulator.kernels["sum_parts"](parts, out)
+    for own in slices.values():
+        expected = torch.empty(own.stop - own.start, dtype=torch.bfloat16)
+        part_sums.reference(parts[:, own], expected)
+        compare.same(out[own], expected, f"large sum at {own.start}")
+
+
 def devices(compare: Comparison, draw: Drawing, amount: float) -> None:
     """Each argument on another device than the others: the CPU, the current one, another one."""
     packing = Packing(4, 32)
@@ -289,6 +308,7 @@ def devices(compare: Comparison, draw: Drawing, amount: float) -> None:
         "lossless_measure": ((now, before, tiles), ()),
         "lossless_pack": ((now, before, tiles, row), ()),
         "lossless_apply": ((row, now), ()),
+        "sum_parts": ((gradient, out), ()),
     }
     for device, (name, (tensors, scalars)) in itertools.product((-1, 0, 2), cases.items()):
         for number, tensor in enumerate(tensors):

@@ -132,6 +132,12 @@ _FAULTS: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("lossless_cuda.cu", "plain", "large"): [
         ("job.wire + row * job.units;", "job.wire + static_cast<int>(row * job.units);")
     ],
+    ("sum_cuda.cu", "plain", "sums"): [
+        ("sum(to, number<kType>(parts[i][", "sum(to, number<kType>(parts[kLoaded<kType> - 1 - i]["),
+        ("= -0.0f;  // what", "= 0.0f;  // what"),
+        ("if (first + i >= job.count) break;", "if (first + i > job.count) break;"),
+        ("is_aligned(job.out) && ", ""),
+    ],
     ("difference_cuda.cu", "plain", "differences"): [("= current_stream(updated);", "= nullptr;")],
     ("difference_cuda.cu", "plain", "devices"): [('  check_device(held, updated, "what is held");\n', "")],
 }

@@ -13,6 +13,7 @@ SECTIONS: dict[str, Section] = {
     "compress": blocks.compress,
     "decompress": blocks.decompress,
     "differences": blocks.differences,
+    "sums": blocks.sums,
     "modes": lossless.modes,
     "lossless_rows": lossless.rows,
     "strange": lossless.strange,
@@ -23,7 +24,7 @@ SECTIONS: dict[str, Section] = {
 }
 _OF_PLAIN = ("rows", "large")  # memory that the other builds would touch
 # What takes nothing but tensors; the others choose blocks, or where tensors seem to be.
-ON_DEVICE = ("compress", "decompress", "differences", "modes", "lossless_rows", "strange")
+ON_DEVICE = ("compress", "decompress", "differences", "sums", "modes", "lossless_rows", "strange")
 OF_BUILDS = {
     "plain": tuple(SECTIONS),
     "checked": tuple(name for name in SECTIONS if name not in (*_OF_PLAIN, "empty", "devices")),

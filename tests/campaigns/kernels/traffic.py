@@ -105,6 +105,9 @@ def _gradients(dtype: torch.dtype) -> Iterator[Case]:
         arguments = (Placed(pieces, Use.READ), out, bits, BLOCK, 0.25, True)
         yield Case("loco_decompress", f"4 pieces of {bits} bits to {_name(dtype)}", arguments)
 
+    numbers = torch.randn(4, WIDTH).to(dtype)
+    yield Case("sum_parts", f"4 parts of {_name(dtype)}", (Placed(numbers, Use.READ), _output(numbers[0])))
+
 
 def _differences(dtype: torch.dtype) -> Iterator[Case]:
     retained = torch.randn(1, WIDTH).to(dtype)

@@ -19,7 +19,7 @@ from tests.harness.cuda_on_cpu.building import line_of
 from tests.harness.cuda_on_cpu.rewriting import NAMESPACE
 
 OPERATORS = ("loco_compress", "loco_decompress", "loco_difference", "loco_apply")
-OPERATORS += ("lossless_measure", "lossless_pack", "lossless_apply")
+OPERATORS += ("lossless_measure", "lossless_pack", "lossless_apply", "sum_parts")
 _CODE = re.compile(r"code ([0-9a-f]+)")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 NAMESPACE = "cuda_on_cpu"  # operators with kernels for the CPU
-SOURCES = ("loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu")
+SOURCES = ("loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu", "sum_cuda.cu")
 HEADERS = ("block.h", "cuda_block.h", "cuda_launch.h", "cuda_runs.h", "jobs.h", "lossless.h")
 # What nobody rewrites, and what is left of what was to be rewritten.
 _UNKNOWN = re.compile(r"<<<|\basm\b|__shared__|extern __|\bcudaLaunch|cooperative_groups|__constant__")
@@ -42,7 +42,7 @@ _REWRITES = (
     _Rewrite(
         r"(?m)^( *)(\w+(?:<[^;\n]*?>)?)<<<([^;\n]*?)>>>\(([^;\n]*?)\);",
         _launched,
-        {"loco_cuda.cu": 2, "difference_cuda.cu": 2, "lossless_cuda.cu": 3},
+        {"loco_cuda.cu": 2, "difference_cuda.cu": 2, "lossless_cuda.cu": 3, "sum_cuda.cu": 1},
     ),
     _Rewrite(
         r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\(([^;\n]*)\)\);',

@@ -33,6 +33,9 @@ _DELAYED = {"paro_outer_optimizer": {"steps": 3, "delay": 1, "bits": 8, "offload
 _JOB = Job(zero=SMALL, empty=False, accumulation=2, groups=2, optimizer="Adam")
 
 
+_BF16 = replace(_JOB, dtype="bf16")
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of a training on both."""
@@ -48,9 +51,13 @@ OPTIONS = {
     "pinned": Options(("NIG", "IIG"), PINNED),
     "pageable": Options(("NGG", "III"), {**PAGEABLE, "overlap_comm": False}, stock=False),
     "overflow": Options(("NIG", "IIG"), PINNED, replace(_JOB, dtype="fp16", overflow=((3, 1),)), stock=False),
-    "LoCo": Options(("NIG", "IIG"), {**_LOCO, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
+    "LoCo": Options(("NIG", "IIG"), {**_LOCO, **PINNED}, _BF16, stock=False),
     "LoCo, pageable": Options(("NGG", "III"), {**_LOCO, **PAGEABLE}, stock=False),
     "in few bits": Options(("NIG", "ING"), {**_FEW_BITS, **PINNED}, replace(_JOB, accumulation=1), stock=False),
+    "ordered": Options(("NIG", "GGG"), {"paro_reduce": "ordered", "paro_group_size": 1}, _BF16, stock=False),
+    "ordered within groups": Options(
+        ("IIG",), {"paro_reduce": "ordered_everywhere", "paro_group_size": 4}, _BF16, stock=False
+    ),
     "parameters": Options(("ING", "IIG", "IGG"), HOST),
     "parameters, cached": Options(("IIG",), {**HOST, **PINNED, **_CACHED}, replace(_JOB, frozen=(1,)), stock=False),
     "parameters, pageable": Options(("IIG",), {"offload_param": {"device": "cpu"}}, stock=False),
@@ -83,7 +90,8 @@ def beside(library: str, options: str, names: Sequence[str]) -> list[Beside]:
     for name in names:
         zero = placed(name, **provided.zero)
         places: list[tuple[str, str]] = []
-        with device_with_streams():  # with buckets as on NCCL
+        # With buckets as on NCCL; but with the collectives of gloo if sums do not depend on the backend.
+        with contextlib.nullcontext() if "paro_reduce" in zero else device_with_streams():
             host = training.train(provided.job, zero)
         with device_on_host(library):
             ours = training.train(provided.job, zero, look=partial(look, places))

@@ -25,7 +25,7 @@ from tests.perf.lib import network, settings, tabulated
 from tests.perf.lib.blocks import Pauses, make_blocks, make_rounded_blocks
 from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
-from tests.perf.lib.settings import BF16, BOTH, FP32, LOCO, MUON, NATIVE, SHIPPED, SIZES, WIDE, Setting
+from tests.perf.lib.settings import BF16, BOTH, FP32, LOCO, MUON, NATIVE, ORDERED, SHIPPED, SIZES, WIDE, Setting
 from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, over_ranks
 
 ROWS = 8  # of a micro-batch
@@ -211,7 +211,7 @@ class BlocksMeasurement(Measurement):
         *PEERS,
         *(name + suffix for name in STRATEGIES for suffix in ("", LOCO)),
         *(name + BOTH for name in ("NNG", "NIG", "NII", "III", "IIG")),
-        *(name + NATIVE for name in ("NIG", "IIG")),
+        *(name + suffix for name in ("NIG", "IIG") for suffix in (NATIVE, ORDERED, ORDERED + NATIVE)),
         *(name + WIDE for name in in_bf16),
     )
     least: ClassVar = {"2x2-large-4": {"NIG" + BOTH: 30.0}, "2x2-large-4-muon": {"IIG": 6.0}}
@@ -227,7 +227,7 @@ class BlocksMeasurement(Measurement):
         """Return the methods of a setting: with Muon and in bf16, fewer strategies and fewer compressed ones."""
         if setting.dtype == BF16:
             stages = ("ZeRO-1", SHIPPED, "ZeRO-2", "ZeRO-3")
-            ours = (name + suffix for name in cls.in_bf16 for suffix in ("", WIDE, LOCO, BOTH))
+            ours = (name + suffix for name in cls.in_bf16 for suffix in ("", WIDE, LOCO, BOTH, ORDERED))
             return ["DDP", "FSDP2", *settings.HSDP_REDUCTIONS, *stages, *ours]
         if setting.optimizer != MUON:
             return [name for name in cls.methods if name not in settings.HSDP_REDUCTIONS and not name.endswith(WIDE)]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_ext.strategy import hyphenate
-from tests.perf.lib.records import RESULTS, Row, Table, markdown, read, seconds_of
+from tests.perf.lib import plots
+from tests.perf.lib.records import RESULTS, Row, Table, read, seconds_of
 from tests.perf.lib.settings import BOTH, rate_name
 
 FILE, PLOT = "network.csv", RESULTS / "network.svg"
@@ -16,7 +17,6 @@ OURS = ("NIG", "IIG", "NIG" + BOTH)
 METHODS = (*PEERS, *OURS)
 NEAR = 1.05  # a gain smaller than this is none
 LABEL = "Mbit/s per node (emulated link), and ZeRO-3's communication time relative to its compute time"
-COLORS = ("#444444", "#888888", "#aaaaaa", "#0b6bcb", "#d9480f", "#2b8a3e")
 
 
 def medians(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
@@ -58,29 +58,12 @@ def _rate(rate: float) -> str:
 
 
 def plot(path: Path = PLOT) -> None:
-    """Draw the medians over the rate, both logarithmic; its description is the table of the drawn rows."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
+    """Draw the medians over the rate; the ticks also name the ratio of communication to computation."""
     rows = read(FILE)
     seconds, ratios = medians(rows), communication_ratios(rows)
     rates = list(seconds["NIG"])
-    # The unlimited link has a place of its own, to the right of the largest rate.
-    places = {rate: 4 * rates[-2] if math.isinf(rate) else rate for rate in rates}
-    ticks = [f"{_rate(rate)}\n{ratios[rate]:.3g}" if rate in ratios else _rate(rate) for rate in rates]
-    style = {"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9}
-    with rc_context(style):
-        figure = Figure(figsize=(8, 4.4), layout="constrained")
-        axes = figure.subplots()
-        for (method, points), color in zip(seconds.items(), COLORS, strict=True):
-            at = [places[rate] for rate in points]
-            axes.loglog(at, list(points.values()), marker="o", color=color, label=hyphenate(method))
-        last, gone = end_of_gain(rows)
-        if last > 0 and not math.isinf(last):
-            axes.axvspan(last, places[gone], color="#fff3bf", label="gain over baselines ends")
-        axes.set_xticks(list(places.values()), ticks, minor=False)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.set(ylabel="seconds per step", xlabel=LABEL)
-        axes.legend(loc="upper right")
-        figure.savefig(path, metadata={"Date": None, "Description": markdown(table())})
+    ticks = {rate: f"{_rate(rate)}\n{ratios[rate]:.3g}" if rate in ratios else _rate(rate) for rate in rates}
+    last, gone = end_of_gain(rows)
+    shade = (last, gone, "gain over baselines ends") if last > 0 and not math.isinf(last) else None
+    curves = {hyphenate(method): points for method, points in seconds.items()}
+    plots.draw(path, curves, ticks, (LABEL, "seconds per step"), table(), shade)

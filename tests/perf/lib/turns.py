@@ -26,7 +26,7 @@ from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.network import Link
 from tests.perf.lib.peers import MUON_RATE, PEERS, Batch, Method, Ours, Workload
-from tests.perf.lib.settings import FORMS, FP32, MUON, NATIVE, WIDE
+from tests.perf.lib.settings import FORMS, FP32, MUON, NATIVE, ORDERED, WIDE
 
 LONG = 8.0  # seconds of a turn that is not repeated
 STOLEN, TRIES = 0.05, 4  # a turn that lost more of the CPU to the host than this share is repeated, as often as this
@@ -102,10 +102,13 @@ def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -
         if name + WIDE in names:
             wide = {**workload.config, "communication_data_type": FP32}
             yield Ours(replace(workload, config=wide), zero, name + WIDE)
-        if name + NATIVE in names:
-            # As on other backends: hops take the backend's own reduce-scatter and all-gather.
-            with mock.patch.object(collectives, "backend_of", lambda group: "native"):
-                yield Ours(workload, zero, name + NATIVE)
+        for suffix, used in (("", {}), (ORDERED, {"paro_reduce": "ordered"})):
+            if suffix and name + suffix in names:
+                yield Ours(workload, {**zero, **used}, name + suffix)
+            if name + suffix + NATIVE in names:
+                # As on other backends: hops use the backend's own reduce-scatter, all-to-all, and all-gather.
+                with mock.patch.object(collectives, "backend_of", lambda group: "native"):
+                    yield Ours(workload, {**zero, **used}, name + suffix + NATIVE)
 
 
 class Turns:

@@ -95,7 +95,7 @@ SIZES = [([0, 3, 0, 0], 7), ([0, 0, 0, 0], 0), ([5, 5, 5, 5], 50), ([40, 0, 17, 
 def test_all_hops_give_the_same_sums(ranks: Any) -> None:
     for rank, results in enumerate(ranks(4).run(hops_case)):
         for (splits, numel), answers in zip(SIZES, results, strict=True):
-            assert len(answers) == 4
+            assert len(answers) == 5
             start = sum(splits[:rank])
             for kind, part, sums, gathered in answers:
                 assert part == [4.0 * i + 6 for i in range(start, start + splits[rank])], kind
@@ -103,11 +103,26 @@ def test_all_hops_give_the_same_sums(ranks: Any) -> None:
                 assert gathered == [float(r) for r in range(4) for _ in range(splits[0])], kind
 
 
+def ordered_hop() -> ReduceHop:
+    """Return the ordered reduction of all ranks, with collectives as on NCCL."""
+    with mock.patch.object(collectives, "backend_of", lambda group: "nccl"):
+        return make_reduce(dist.get_world_group(), "hop", ordered=True)
+
+
 def hops_case() -> list[list[tuple[str, list[float], list[float], list[float]]]]:
     """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
     group, rank = dist.get_world_group(), dist.get_rank()
-    hops = [AllToAllReduce(group), NativeReduce(group), AllReduceReduce(group), make_reduce(group, "hop")]
-    assert type(hops[3]) is AllToAllReduce and type(make_reduce(group, "hop", reduce_scatter=False)) is AllReduceReduce
+    hops = [
+        AllToAllReduce(group),
+        NativeReduce(group),
+        AllReduceReduce(group),
+        make_reduce(group, "hop"),
+        ordered_hop(),
+    ]
+    assert (
+        type(hops[3]) is type(hops[4]) is AllToAllReduce
+        and type(make_reduce(group, "hop", reduce_scatter=False)) is AllReduceReduce
+    )
 
     def data(size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32) + rank
@@ -126,14 +141,15 @@ def hops_case() -> list[list[tuple[str, list[float], list[float], list[float]]]]
     ]
 
 
-def test_16_bit_gradients_are_summed_in_fp32_in_rank_order(ranks: Any) -> None:
-    answers = ranks(4).run(precision_case)
+@pytest.mark.parametrize("as_on_nccl", [False, True])
+def test_16_bit_gradients_are_summed_in_fp32_in_rank_order(ranks: Any, as_on_nccl: bool) -> None:
+    answers = ranks(4).run(precision_case, as_on_nccl)
     assert all(answer == answers[0] for answer in answers)
-    exact, summed = answers[0]
-    assert summed == exact
+    assert answers[0] == [258.0] * 64
 
 
-def precision_case() -> tuple[float, float]:
+def precision_case(as_on_nccl: bool) -> list[float]:
     """256 + 1 + 1 + 0 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
-    value = torch.full((3,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
-    return 258.0, result(AllToAllReduce(dist.get_world_group()).all_reduce(value))[0]
+    value = torch.full((64,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
+    hop = ordered_hop() if as_on_nccl else AllToAllReduce(dist.get_world_group())
+    return result(hop.all_reduce(value))

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.quick
 Row = tuple[dict[str, Any], dict[str, Any], str]
 UPDATES: dict[str, Any] = {"paro_quantized_updates": {}}
 WITHOUT_LOSS: dict[str, Any] = {"paro_quantized_updates": {"bits": "exact"}}
+ORDERED: dict[str, Any] = {"paro_reduce": "ordered"}
 FASTEST: dict[str, Any] = {"paro_strategy": "fastest"}
 
 
@@ -84,6 +85,10 @@ STRATEGY = alone(
     ),
     ({"paro_strategy": "NIG", "paro_overlap_updates": 1}, "paro_overlap_updates must be true or false, got 1 of type"),
     (
+        {"paro_strategy": "NIG", "paro_reduce": True},
+        'must be "backend", "ordered" or "ordered_everywhere", got True of',
+    ),
+    (
         {"paro_strategy": "NIG", "stage": 3},
         "N-I-G places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2",
     ),
@@ -131,6 +136,7 @@ OUTER = alone(
     (outer(steps=10, fragments=3, delay=3), "with 10 steps and 3 fragments less than 3, got 3"),
     (outer() | {"zeropp_loco_param": {}}, "zeropp_loco_param cannot be combined with .*bits sets the bits"),
     (outer() | UPDATES, "paro_quantized_updates cannot be combined"),
+    (outer() | ORDERED, "paro_reduce cannot be combined with .*: inner steps send nothing between groups"),
 )
 OTHER_PACKAGES: list[Row] = [
     in_zero(NIG, "zenflow", {"zenflow": {}}),
@@ -139,6 +145,8 @@ OTHER_PACKAGES: list[Row] = [
     in_zero(IIG, "zero_hpz_partition_size", {"zero_hpz_partition_size": 2}),
     in_zero(NIG, "zero_quantized_nontrainable_weights", {"zero_quantized_nontrainable_weights": True}),
     in_zero(GGG, "reduce_scatter", {"zeropp_loco_param": {}, "reduce_scatter": False}),
+    in_zero(GGG, "reduce_scatter", {**ORDERED, "reduce_scatter": False}, ".*paro_reduce asks for rank order"),
+    in_zero(NIG, "paro_reduce", {**ORDERED, "zeropp_loco_param": {}}, '.*"ordered_everywhere" also orders'),
     in_zero(NIG, "reduce_scatter", {"zero_quantized_gradients": True, "reduce_scatter": False}),
     in_zero(IIG, "elastic_checkpoint", {"elastic_checkpoint": True}),
     in_zero(NIG, "save_muon_momentum_buffer_in_memory", {"save_muon_momentum_buffer_in_memory": True}),
@@ -384,7 +392,9 @@ def make_engine(zero: dict[str, Any], extra: dict[str, Any]) -> None:
 
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; a key added on purpose is added here."""
-    ours = "strategy group_size overlap_updates quantized_updates outer_optimizer parameter_cache_bytes memory_gb"
+    ours = (
+        "strategy group_size overlap_updates reduce quantized_updates outer_optimizer parameter_cache_bytes memory_gb"
+    )
     keys = [f"paro_{key}" for key in (*ours.split(), "decision_file", "micro_step_seconds", "report")]
     mics = ("mics_shard_size", "mics_hierarchical_params_gather")
     assert list(ParoConfig.model_fields) == [*keys, "stage3_leaf_bytes", *mics, "zeropp_loco_param"]

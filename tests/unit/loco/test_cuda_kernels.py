@@ -42,7 +42,8 @@ def test_cuda_kernels_use_no_local_memory(tmp_path: Path, source: str, capabilit
     kernels, output = nvcc.compile_source(source, [capability], built, "-fatbin" if capability == "8.0" else "-c")
     assert "warning" not in output, output
     assert built.stat().st_size
-    assert len(kernels) == {"loco_cuda.cu": 24, "difference_cuda.cu": 12, "lossless_cuda.cu": 3}[source]
+    instances = {"loco_cuda.cu": 24, "difference_cuda.cu": 12, "lossless_cuda.cu": 3, "sum_cuda.cu": 3}
+    assert len(kernels) == instances[source]
     assert not resources.in_local_memory(kernels)
     # What __launch_bounds__(kThreads, kResident) promises: thread blocks load while others compute.
     assert all(resources.occupancy(kernel)[0] >= 32 for kernel in kernels), resources.table(kernels)

@@ -4,6 +4,7 @@
 messages in pieces of bounded size.
 """
 
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -15,8 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deepspeed_ext.comm import part_sums
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.reference import Packing
+from tests.harness.cuda_on_cpu.emulator import bits_of
 from tests.harness.tiers import deep
 
 KEPT = (torch.uint8, torch.bfloat16, torch.float32)
@@ -100,6 +103,7 @@ def test_opcheck(kept: torch.dtype | None) -> None:
     updated, replica = parameters(2, 300, torch.bfloat16)
     torch.library.opcheck(torch.ops.deepspeed_paro.loco_difference.default, (updated, replica, wire, 4, 128))
     torch.library.opcheck(torch.ops.deepspeed_paro.loco_apply.default, (wire, replica, 4, 128))
+    torch.library.opcheck(torch.ops.deepspeed_paro.sum_parts.default, (gradient, out))
 
 
 @pytest.mark.parametrize(
@@ -163,6 +167,22 @@ def test_differences_match_reference_bits(dtype: torch.dtype, bits: int, block: 
         assert width < 32 or torch.equal(both[1][2], replica[2])
 
 
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+def test_sums_of_parts_match_reference_bits(dtype: torch.dtype) -> None:
+    assert ops.has_kernels("CPU"), "conftest.py has built them"
+    torch.manual_seed(0)
+    for count, width in itertools.product((1, 2, 3, 8, 64), (1, 15, 16, 1023, 1024, 5000)):
+        parts = (torch.randn(count, width + 3) * torch.logspace(-30, 4, count).unsqueeze(1)).to(dtype)[
+            :, 1 : 1 + width
+        ]
+        parts[count // 2, 0], parts[:, -1] = float("nan"), -0.0
+        expected = torch.empty(width, dtype=dtype)
+        part_sums.reference(parts, expected)
+        assert torch.equal(bits_of(part_sums.sum_parts(parts)), bits_of(expected)), (count, width)
+    with pytest.raises(RuntimeError, match="with the width and the dtype of at least one part"):
+        torch.ops.deepspeed_paro.sum_parts(parts, expected[1:])
+
+
 def test_nothing_is_written_after_a_row() -> None:
     packing = Packing(4, 128)
     buffer = torch.randn(4, 1000)
@@ -206,6 +226,7 @@ def test_differences_refuse_unsuitable_tensors() -> None:
 
 WITHOUT_COMPILER = """
 import warnings, torch
+from deepspeed_ext.comm.part_sums import sum_parts
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.reference import Packing
 with warnings.catch_warnings(record=True) as seen:
@@ -218,6 +239,7 @@ wire, out = packing.empty(1, 300, gradient), torch.empty(300)
 ops.compress(gradient, wire, packing)
 ops.decompress(wire, out, packing)
 assert (out - gradient[0]).norm() < 0.2 * gradient.norm()
+assert sum_parts(torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()).item() == 258.0
 """
 
 

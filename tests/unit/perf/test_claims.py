@@ -12,7 +12,7 @@ import pytest
 
 from scripts import ROOT
 from tests.harness.documents import page
-from tests.perf import cluster, tables
+from tests.perf import cluster, sum_errors, tables
 from tests.perf.lib import network, records, studies, tabulated
 from tests.perf.lib.records import RESULTS, Row, read_rows, seconds_of
 from tests.perf.lib.settings import BOTH, LOCO
@@ -56,7 +56,7 @@ def test_each_claim_has_rows_of_its_date() -> None:
     lines = [line for line in page(PAGE).section("## Claims").text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     rows, program = [row for row in cells if row[0] != "claim"], ""
-    assert len(rows) == 22
+    assert len(rows) == 23
     for claim, date, command, _ in rows:
         program = program if command == "the same" else results_of(command)
         assert set(date.split(", ")) <= dates(program), claim
@@ -206,6 +206,8 @@ def test_figures_of_one_host_have_their_rows() -> None:
     reached = [float(line[3]) for line in tables.kernels()[1]]
     leaf = {row["case"]: row for row in read_rows(RESULTS / "leaf_overhead.csv") if row["ranks"] == "1"}
     cost = read_rows(RESULTS / "import_cost.csv")
+    errors = sum_errors.errors()
+    ordered, ring = (errors["noise", name][64] for name in ("ordered", "ring"))
     imported = [row["median_ms"] for row in cost if row["measured"] == "of that ours"]
     sentences = (
         f"take {coded['0.001']} bits at a rate of 1e-3, and {coded['1e-05']} at 1e-5",
@@ -213,6 +215,7 @@ def test_figures_of_one_host_have_their_rows() -> None:
         f"reach {min(reached):.2f} to {max(reached):.2f} of a copy's bandwidth",
         f"adds to many small modules to {float(leaf['ours']['of_stock']):.2f}",
         f"adds {float(imported[-1]):.1f} ms",
+        f"the error of an ordered sum is {ordered / ring:.2f} of a bf16 ring's",
     )
     assert not missing(sentences)
 

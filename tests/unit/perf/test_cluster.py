@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.perf import tables
-from tests.perf.lib import gpt2, network, records, tabulated
+from tests.perf.lib import gpt2, records, tabulated
 from tests.perf.lib.measurements import BlocksMeasurement, OuterMeasurement, OverlapMeasurement
 from tests.perf.lib.offload import OffloadMeasurement
 from tests.perf.lib.records import Row, slower, speed
@@ -92,7 +92,8 @@ def test_pages_have_the_tables_of_their_rows() -> None:
         text = page.read_text(encoding="utf-8")
         result |= set(re.findall("<!-- table: tables.py (.*) -->", text))
         assert tables.written(text) == text, page.name
-    assert records.markdown(network.table()) in network.PLOT.read_text(encoding="utf-8")
+    for plotted in tables.PLOTTED:
+        assert records.markdown(plotted.table()) in plotted.PLOT.read_text(encoding="utf-8")
     assert result == set(tables.TABLES)
 
 

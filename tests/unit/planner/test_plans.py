@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import ORDERED_LEVELS, LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.costs import predict
@@ -70,6 +70,18 @@ def test_loco_shrinks_only_reductions_between_groups(name: str) -> None:
     assert plain.volume.intra == loco.volume.intra and plain.memory == loco.memory
     # Errors of 8 bits with a scale of 16 bits a block, of the rank's 1/m of the gradients; until a step ends, twice.
     assert loco.transient - plain.transient == pytest.approx(2 * 6e8 / 4 * (1 + 2 / 32))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ordered_sums_hold_the_parts_of_all_ranks(name: str) -> None:
+    row, model = STRATEGIES[name], replace(MODEL, bucket=10**8)
+    plain, between, everywhere = (
+        predict(row, CLUSTER, replace(model, ordered=ORDERED_LEVELS[value]), RATES) for value in ORDERED_LEVELS
+    )
+    # The part of a bucket for one of 4 ranks, or a window at the boundary; within groups a bucket. In 2 bytes.
+    assert between.transient - plain.transient == pytest.approx(2 * (1e8 / 4 if row.g.name == "G" else 1e8))
+    assert everywhere.transient - between.transient == pytest.approx(2e8)
+    assert everywhere.volume == plain.volume
 
 
 # Of all trained parameters, 3/16 cross to a rank at once: how often reductions, sums that come back, and updates do.

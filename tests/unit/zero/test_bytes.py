@@ -85,6 +85,7 @@ SHAPES = ((4, 2, 3), (6, 3, 1), (6, 3, 2), (4, 2, 1), (4, 2, 4), (6, 2, 4))
     [
         (6, 3, 2, ("NII", "NIG"), {}, ()),
         (6, 3, 2, ("INI", "IGG"), {}, ()),
+        (6, 3, 1, ("NIG",), {"paro_reduce": "ordered_everywhere"}, ()),
         # Not the first layer: without a gradient to compute, backward would not need its parameters.
         (4, 2, 2, ("IIG",), ON_HOST, (1,)),
         (4, 2, 1, ("NGG", "GGG"), {**ONE_BUCKET, "overlap_comm": True}, (1,)),
