@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
+from deepspeed_ext.strategy import hyphenate
 from scripts import ROOT
 from tests.perf import sum_errors
 from tests.perf.lib import how_to, network, predictions, studies, tabulated
@@ -85,6 +86,17 @@ def growth() -> Table:
     return ["", "groups", "messages per step", "creation, s", "step, s", "MB"], lines
 
 
+def host_time() -> Table:
+    """Return CPU milliseconds of the host for a step."""
+    rows = read_rows(RESULTS / "host_time.csv")
+    quartiles = [f"{float(row['ms_low']):.0f} to {float(row['ms_high']):.0f}" for row in rows]
+    lines = [
+        [hyphenate(row["method"]), f"{float(row['ms_median']):.0f}", both, f"{float(row['ms_least']):.0f}"]
+        for row, both in zip(rows, quartiles, strict=True)
+    ]
+    return ["CPU ms per step", "median", "quartiles", "smallest"], lines
+
+
 def keys(kind: type[BaseModel]) -> Table:
     """Return the keys that are the fields of a model, with the strings below them."""
     (tree,) = cast(list[ast.ClassDef], ast.parse(inspect.getsource(kind)).body)
@@ -119,6 +131,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "kernels": kernels,
     "lossless": lossless,
     "growth": growth,
+    "host time": host_time,
     "sum-errors": sum_errors.table,
     "network": network.table,
     "expected": predictions.expected,

@@ -59,7 +59,7 @@ def in_zero(strategy: dict[str, Any], key: str, zero: dict[str, Any], why: str =
 
 # Keys that need a strategy.
 KEYS = {"group_size": 1, "overlap_updates": True, "outer_optimizer": {}, "parameter_cache_bytes": 1}
-KEYS |= {"memory_gb": 1, "decision_file": "file", "micro_step_seconds": 1}
+KEYS |= {"reduce": "ordered", "memory_gb": 1, "decision_file": "file", "micro_step_seconds": 1}
 STRATEGY = alone(
     (
         {"paro_strategy": "NGI"},

@@ -56,7 +56,7 @@ def test_each_claim_has_rows_of_its_date() -> None:
     lines = [line for line in page(PAGE).section("## Claims").text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     rows, program = [row for row in cells if row[0] != "claim"], ""
-    assert len(rows) == 23
+    assert len(rows) == 24
     for claim, date, command, _ in rows:
         program = program if command == "the same" else results_of(command)
         assert set(date.split(", ")) <= dates(program), claim
@@ -206,6 +206,7 @@ def test_figures_of_one_host_have_their_rows() -> None:
     reached = [float(line[3]) for line in tables.kernels()[1]]
     leaf = {row["case"]: row for row in read_rows(RESULTS / "leaf_overhead.csv") if row["ranks"] == "1"}
     cost = read_rows(RESULTS / "import_cost.csv")
+    host = {row["method"]: float(row["ms_median"]) for row in read_rows(RESULTS / "host_time.csv")}
     errors = sum_errors.errors()
     ordered, ring = (errors["noise", name][64] for name in ("ordered", "ring"))
     imported = [row["median_ms"] for row in cost if row["measured"] == "of that ours"]
@@ -215,6 +216,8 @@ def test_figures_of_one_host_have_their_rows() -> None:
         f"reach {min(reached):.2f} to {max(reached):.2f} of a copy's bandwidth",
         f"adds to many small modules to {float(leaf['ours']['of_stock']):.2f}",
         f"adds {float(imported[-1]):.1f} ms",
+        f"I-I-G takes {host['IIG'] / host['HSDP']:.2f} of HSDP's host time, N-I-G "
+        f"{host['NIG'] / host['ZeRO-2']:.2f} of ZeRO-2's",
         f"the error of an ordered sum is {ordered / ring:.2f} of a bf16 ring's",
     )
     assert not missing(sentences)
