@@ -212,7 +212,7 @@ def test_figures_of_one_host_have_their_rows() -> None:
     imported = [row["median_ms"] for row in cost if row["measured"] == "of that ours"]
     sentences = (
         f"take {coded['0.001']} bits at a rate of 1e-3, and {coded['1e-05']} at 1e-5",
-        f"an engine of N-I-G in {creation_seconds['NIG']} s, of ZeRO-2 in {creation_seconds['ZeRO-2']} s",
+        f"an engine of N-I-G takes {creation_seconds['NIG']} s, of ZeRO-2 {creation_seconds['ZeRO-2']} s",
         f"reach {min(reached):.2f} to {max(reached):.2f} of a copy's bandwidth",
         f"adds to many small modules to {float(leaf['ours']['of_stock']):.2f}",
         f"adds {float(imported[-1]):.1f} ms",
