@@ -258,12 +258,12 @@ def choose(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
         if not inside:
             choice.why = _why_not(tree, choice, settings)
             choice.kind = LeafKind.FINE if choice.why else LeafKind.UNIT
-            budget = None if settings.is_default else settings.budget  # of windows
-            if choice.kind == LeafKind.FINE and budget is not None and is_mixture(module):
-                choice.chunks = _chunks(tree, module, budget)
+            window_budget = None if settings.is_default else settings.budget
+            if choice.kind == LeafKind.FINE and window_budget is not None and is_mixture(module):
+                choice.chunks = _chunks(tree, module, window_budget)
                 choice.kind = LeafKind.CHUNKED if choice.chunks else choice.kind
-            if choice.kind == LeafKind.FINE and budget is not None:
-                choice.windows, why = _windows(tree, choice, budget)
+            if choice.kind == LeafKind.FINE and window_budget is not None:
+                choice.windows, why = _windows(tree, choice, window_budget)
                 choice.kind, choice.why = (LeafKind.WINDOWED if choice.windows else choice.kind), why or choice.why
         experts = {id(expert) for chunk in choice.chunks for expert in chunk}
         for child_name, child in module.named_children():
