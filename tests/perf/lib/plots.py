@@ -32,6 +32,7 @@ def draw(
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     beyond = 4 * max(at for at in ticks if not math.isinf(at))
     style = {"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9}
@@ -45,6 +46,8 @@ def draw(
             axes.axvspan(shade[0], min(shade[1], beyond), color="#fff3bf", label=shade[2])
         axes.set_xticks([min(value, beyond) for value in ticks], list(ticks.values()), minor=False)
         axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
         axes.set(xlabel=labels[0], ylabel=labels[1])
         axes.legend(loc="best")
