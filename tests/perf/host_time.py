@@ -14,7 +14,7 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,19 @@ SECTIONS: dict[str, dict[str, Any]] = {
 Step = Callable[[], None]
 
 
+class Layer(nn.Module):
+    """Modules in sequence. An ``nn.Sequential`` counts as a list of modules, which is never a unit."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(map(growth.Part, shapes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
 def make_model() -> nn.Sequential:
     """Return the modules of a narrow Llama; each adds the sum of its parameter."""
     growth.NARROWER = NARROWER
@@ -53,7 +66,7 @@ def make_model() -> nn.Sequential:
     layers = [shapes[1 + size * number :][:size] for number in range(growth.LAYERS)]
     return nn.Sequential(
         growth.Part(shapes[0]),
-        *(nn.Sequential(*map(growth.Part, own)) for own in layers),
+        *map(Layer, layers),
         *map(growth.Part, shapes[-2:]),
     )
 

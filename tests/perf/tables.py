@@ -131,7 +131,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "kernels": kernels,
     "lossless": lossless,
     "growth": growth,
-    "host time": host_time,
+    "host_time": host_time,
     "sum-errors": sum_errors.table,
     "network": network.table,
     "expected": predictions.expected,
