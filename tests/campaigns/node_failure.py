@@ -10,8 +10,7 @@ checkpoint, and continue with the same global batch. From there on, each loss is
 run.
 
 With ``--in-memory`` the run saves after each step into memory of the nodes, and never to disk. The memory of the
-second
-node is lost: the states of its ranks are read from the copies on the first node.
+second node is lost: the states of its ranks are read from the copies on the first node.
 
 Exit status 0 if all runs continued as they must, 1 if one did not, 2 if a run could not be made.
 """
