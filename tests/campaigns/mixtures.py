@@ -103,7 +103,6 @@ class Trial(NamedTuple):
 
 
 def checkpointed(use_reentrant: bool) -> Callable[[Any, Architecture], Any]:
-
     def prepare(model: Any, _: Architecture) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         model.enable_input_require_grads()
@@ -118,10 +117,8 @@ def with_adapters(model: Any, architecture: Architecture) -> Any:
     import torch
 
     torch.manual_seed(7)
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules=list(architecture.attention), init_lora_weights=False)
-    )
-    return adapted
+    adapters = peft.LoraConfig(r=4, target_modules=list(architecture.attention), init_lora_weights=False)
+    return peft.get_peft_model(model, adapters)
 
 
 def replaying(model: Any, architecture: Architecture) -> Any:

@@ -10,8 +10,7 @@ checkpoint, and continue with the same global batch. From there on, each loss is
 run.
 
 With ``--in-memory`` the run saves after each step into memory of the nodes, and never to disk. The memory of the
-second
-node is lost: the states of its ranks are read from the copies on the first node.
+second node is lost: the states of its ranks are read from the copies on the first node.
 
 Exit status 0 if all runs continued as they must, 1 if one did not, 2 if a run could not be made.
 """
@@ -25,7 +24,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,16 +34,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed_ext
-from deepspeed_ext.strategy import plain_name
 from scripts.emulation.cluster import NodeJob, Processes, require_emulation
 from scripts.emulation.launching import exit_on_signals, start_rank
 from scripts.emulation.network import PORT, Network, address
 from scripts.examples.gpt import ByteGPT
 
 MODEL = {"dim": 128, "layers": 3, "heads": 4, "sequence_length": 32}
+NODES = 2
 ROWS, MICRO_ROWS = 8, 2  # of a step, and of a rank's micro-batch
 STEPS, EVERY = 9, 3  # of a run; between saves
 KILLED_IN = 5  # the step
+STRATEGIES = {4: "IIG", 2: "fastest"}  # by number of ranks
+LOG = Path("node_failure.log")  # what the ranks print
+LIMIT = 300  # seconds that a run may take
 MEMORY = "NODE_FAILURE_MEMORY"  # variable that names a node's memory folder
 SILENT = "silent"
 MOMENTS = ("forward", "reductions", "update", "saving", SILENT)
@@ -64,7 +65,6 @@ class Plan:
 
     folder: str  # folder of checkpoints and reports
     moment: str  # in which the second node is killed; empty for none
-    strategies: dict[str, str]  # by number of ranks
     in_memory: bool = False  # whether the run saves into memory of the nodes
 
 
@@ -79,7 +79,7 @@ class Run:
         self._ranks = dist.get_world_size()
         torch.manual_seed(0)
         self._model = ByteGPT(**MODEL)
-        name = plan.strategies[str(self._ranks)]
+        name = STRATEGIES[self._ranks]
         aside = {"async_save": True, "memory_folder": os.environ[MEMORY]} if plan.in_memory else {}
         config = {
             "train_batch_size": ROWS,
@@ -137,7 +137,7 @@ class Run:
         return mean.item() / self._ranks
 
     def _asks(self, moment: str, step: int) -> bool:
-        full = self._ranks == max(map(int, self._plan.strategies))
+        full = self._ranks == max(STRATEGIES)
         return full and moment == self._plan.moment and step == KILLED_IN
 
     def _ask(self, moment: str, step: int) -> None:
@@ -175,7 +175,7 @@ class Outcome:
         return next(report for report in self.reports if report["event"] == event and report["time"] >= since)
 
 
-def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Outcome:
+def train(folder: Path, plan: Plan) -> Outcome:
     """Run until the end; kill the second node when it asks.
 
     Raises:
@@ -184,18 +184,18 @@ def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Ou
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(asdict(plan)))
     killed = math.nan
-    with log.open("ab") as output, Network(nodes) as network, Processes(network) as processes:
-        options = ["--nnodes", f"1:{nodes}", "--nproc-per-node", "2", "--max-restarts", "3"]
+    with LOG.open("ab") as output, Network(NODES) as network, Processes(network) as processes:
+        options = ["--nnodes", f"1:{NODES}", "--nproc-per-node", "2", "--max-restarts", "3"]
         options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:{PORT}", "--rdzv-id", folder.name]
         script = ["-m", "tests.campaigns.node_failure", "--worker", str(folder / "plan.json")]
-        for node in range(nodes):
+        for node in range(NODES):
             # There is no name server, by which torchrun would find out where it runs.
             local = ["--local-addr", address(node), "--rdzv-conf", f"{RENDEZVOUS},is_host={int(not node)}"]
             command = [sys.executable, "-m", "torch.distributed.run", *options, *local, *script]
             memory = folder / f"memory_of_node_{node}"
             memory.mkdir()
             processes.start(NodeJob(node, command, FRESH_STORE | TIMEOUT | {MEMORY: str(memory)}), output)
-        ends = time.monotonic() + timeout
+        ends = time.monotonic() + LIMIT
         while (remaining := ends - time.monotonic()) > 0:
             if (folder / "kill").exists() and math.isnan(killed):
                 killed = time.time()
@@ -209,10 +209,10 @@ def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Ou
             except TimeoutError:
                 continue
             if failure is not None:
-                raise RuntimeError(f"node {failure.node} failed with status {failure.status}; see {log}")
+                raise RuntimeError(f"node {failure.node} failed with status {failure.status}; see {LOG}")
             break
         else:
-            raise RuntimeError(f"not finished after {timeout:.0f} s; see {log}")
+            raise RuntimeError(f"not finished after {LIMIT} s; see {LOG}")
     reports = [json.loads(line) for line in (folder / "reports").read_text().splitlines()]
     losses = {report["step"]: report["loss"] for report in reports if report["event"] == "trained"}
     return Outcome(losses, reports, killed)
@@ -237,33 +237,27 @@ def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[s
     return passed, row | {"all": times[-1] - times[0], "gap": max(gaps)}
 
 
-def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:
+def check(in_memory: bool) -> bool:
     columns = ("strategy", "resumed", "lost", "noticed", "started", "loaded", "trained", "all", "gap")
-    report(f"{'killed in':<12}" + "".join(f"{column:>10}" for column in columns))
-    strategies = {"4": args.strategies[0], "2": args.strategies[1]}
+    print(f"{'killed in':<12}" + "".join(f"{column:>10}" for column in columns), flush=True)
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
-        expected = train(base / "undisturbed", Plan(str(base / "undisturbed"), "", strategies), 2, args.log, 300)
+        expected = train(base / "undisturbed", Plan(str(base / "undisturbed"), ""))
         passed = True
-        for moment in args.moments:
+        for moment in MOMENTS:
             folder = base / moment
-            results = train(folder, Plan(str(folder), moment, strategies, args.in_memory), 2, args.log, args.timeout)
-            good, row = verdict(expected, results, 1 if args.in_memory else EVERY)
+            results = train(folder, Plan(str(folder), moment, in_memory))
+            good, row = verdict(expected, results, 1 if in_memory else EVERY)
             passed &= good
             cells = (f"{value:.3g}" if isinstance(value, float) else value for value in row.values())
-            report(f"{moment:<12}" + "".join(f"{cell:>10}" for cell in cells) + ("" if good else "  NOT AS IT HAD TO"))
+            row_cells = "".join(f"{cell:>10}" for cell in cells)
+            print(f"{moment:<12}{row_cells}{'' if good else '  NOT AS IT HAD TO'}", flush=True)
     return passed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
-    parser.add_argument(
-        "--strategies", nargs=2, type=plain_name, default=("IIG", "fastest"), help="with both nodes, and with one"
-    )
     parser.add_argument("--in-memory", action="store_true", help="save after each step, into memory of the nodes")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that a run may take")
-    parser.add_argument("--log", type=Path, default=Path("node_failure.log"), help="what the ranks print")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
@@ -272,7 +266,7 @@ def main() -> int:
     require_emulation()
     exit_on_signals()
     try:
-        return 0 if check(args, lambda line: print(line, flush=True)) else 1
+        return 0 if check(args.in_memory) else 1
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2

@@ -102,7 +102,8 @@ class Wire:
         written, read, late.arrive = plan()
         late.tensors = [*written, *read]
         for tensor in written if not self.prompt else ():
-            _spoil(tensor)
+            if tensor.numel():
+                tensor.detach().view(-1).view(torch.uint8).fill_(255)
 
     def _launch(self, group: Any, late: Late, plan: Callable[[], "Plan"]) -> None:
         self._under_way = [item for item in self._under_way if not item.is_completed()]  # the others may be freed
@@ -147,11 +148,6 @@ class Wire:
 
                 patches.enter_context(mock.patch.object(ProcessGroup, name, start))
             yield self
-
-
-def _spoil(tensor: Tensor) -> None:
-    if tensor.numel():
-        tensor.detach().view(-1).view(torch.uint8).fill_(255)
 
 
 # What each collective writes, what it reads, and how it arrives. A tensor that is both is read before it is spoiled.

@@ -149,34 +149,28 @@ class Run:
         job = snapshots.job_of("bf16", checkpoint=keys)
         self.folder, self.kind, self.job, self._steps = f"{base}/saved", kind, job, 0
         self.engine, self.model = training.make_engine(job, training.placed(strategy))
+        self._snapshots = snapshots  # imported in ranks alone
         snapshots.mark(self.engine, self.model)
 
     def snapshot(self) -> dict[str, Any]:
-        from tests.harness import snapshots
-
-        return snapshots.snapshot(self.engine, self.model, self.job)
+        return self._snapshots.snapshot(self.engine, self.model, self.job)
 
     def step(self) -> dict[str, Any]:
-        from tests.harness import snapshots
-
-        snapshots.run(self.engine, self.job, snapshots.steps_of(self.job, 1, self._steps))
+        self._snapshots.run(self.engine, self.job, self._snapshots.steps_of(self.job, 1, self._steps))
         self._steps += 1
         return self.snapshot()
 
     def start(self, tag: str) -> str:
         """Begin to save; return the error."""
         import deepspeed_ext
-        from tests.harness import snapshots
 
         if self.kind == "in memory":
-            return snapshots.error_of(deepspeed_ext.save_in_memory, self.engine, self.folder, tag)
-        return snapshots.error_of(self.engine.save_checkpoint, self.folder, tag)
+            return self._snapshots.error_of(deepspeed_ext.save_in_memory, self.engine, self.folder, tag)
+        return self._snapshots.error_of(self.engine.save_checkpoint, self.folder, tag)
 
     def finish(self) -> str:
         """Wait for the save; return its error."""
-        from tests.harness import snapshots
-
-        return snapshots.error_of(self.engine.checkpoint_engine.finish) if self.kind != "at once" else ""
+        return self._snapshots.error_of(self.engine.checkpoint_engine.finish) if self.kind != "at once" else ""
 
     def save(self, tag: str) -> str:
         return self.start(tag) or self.finish()

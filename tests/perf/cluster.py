@@ -42,7 +42,6 @@ from scripts.emulation.launching import start_rank
 from tests.perf.lib import records
 from tests.perf.lib.measurements import Measurement
 from tests.perf.lib.records import Row
-from tests.perf.lib.settings import UNLIMITED
 
 MEASUREMENTS = {  # by option or model: where its class is
     "blocks": "measurements.BlocksMeasurement",
@@ -78,8 +77,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", type=plain_name, metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each method, at least")
     parser.add_argument("--steps", type=int, help="of a turn that are timed; undisturbed ones before a save")
-    rate = lambda text: None if text == UNLIMITED else float(text)  # noqa: E731
-    parser.add_argument("--mbit", nargs="+", type=rate, help=f"rates in place of a setting's, or {UNLIMITED}: gpt2")
     parser.add_argument("--ratios", nargs="+", type=float, help="of W to a micro-batch's compute: --overlap, --record")
     parser.add_argument("--pcie", type=float, default=25.0, help="GB/s between host and device: --offload")
     parser.add_argument("--every", type=int, default=30, help="H, at least 15: --outer")

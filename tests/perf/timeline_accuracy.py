@@ -15,7 +15,6 @@ Tables: the share of rows whose prediction is within 10 % of the measured median
 steps; the largest errors; and the largest cost of a choice relative to the best measured strategy, over all memories.
 """
 
-import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -98,9 +97,6 @@ def choices(seconds: Sequence[tuple[Case, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare predictions to what was measured.")
-    parser.add_argument("--worst", type=int, default=20, help="rows of the largest errors that are printed")
-    args = parser.parse_args()
     predicted, unpredicted = cases()
     slow = slowness(predicted)
     costs = fitted(predicted, slow)
@@ -123,7 +119,7 @@ def main() -> None:
     methods = lambda case: "plain stages" if case.plain else f"strategies{case.sent.label}"  # noqa: E731
     print(table("methods", lambda case: f"{methods(case)}, {timeline.kind(case)}", errors))
     print(table("setting", lambda case: case.row.setting, errors))
-    for case, error in sorted(errors, key=lambda pair: -abs(pair[1]))[: args.worst]:
+    for case, error in sorted(errors, key=lambda pair: -abs(pair[1]))[:20]:
         where = f"{case.row.setting} {timeline.kind(case)} {case.row.method}"
         print(f"{error:+.0%} {where}: measured {case.row.median:.3f} s")
     print(f"\n{choices(seconds)}")

@@ -197,7 +197,7 @@ def conclude(about: dict[str, str], outcomes: list[Outcome], write: bool) -> int
     Only verdicts of all experiments, in full, on a GPU, and of a commit are written.
     """
     results = claims.verdicts(outcomes)
-    print("\n" + claims.verdict_lines(results))
+    print("", *(f"{item.kind:13} {item.claim} ({item.experiments})" for item in results), sep="\n")
     missing = {item.name for item in EXPERIMENTS} - {item.name for item in outcomes if item.kind != NOT_RUN}
     why = {
         f"{', '.join(sorted(missing))} did not run": missing,

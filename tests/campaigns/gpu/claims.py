@@ -53,10 +53,6 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
     return results
 
 
-def verdict_lines(found: Sequence[Verdict]) -> str:
-    return "\n".join(f"{item.kind:13} {item.claim} ({item.experiments})" for item in found)
-
-
 def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
     """Return the README's sentence on these verdicts, without the full stop."""
     date, counts = about["date"][:10], Counter(item.kind for item in found)

@@ -14,11 +14,13 @@ from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import spoiled_memory
 from tests.campaigns.gpu.ranks import GROUP, within
 from tests.campaigns.gpu.states import shared_folder
-from tests.harness import expert_cases
+from tests.harness.expert_cases import autoep_case, few_bits_case, folded_case, muon_case, resume_case, routed_case
 from tests.harness.training import PARTITIONED, REPLICATED, Difference
 
 TWO_STEPS = {"accumulation": 2, "steps": 3}
 ADAM = {**TWO_STEPS, "optimizer": "Adam", "groups": 2}
+SHARDED = {**ADAM, "zero": {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}}
+WITH_MUON = {**TWO_STEPS, "optimizer": "Muon"}
 ON_HOST = {**ADAM, "zero": {"offload_optimizer": {"device": "cpu"}}}
 IN_BF16 = {**TWO_STEPS, "dtype": "bf16"}
 # Tokens of an expert are added up in any order. Without a gradient weights would move by 1e-2, and norms by more.
@@ -38,17 +40,12 @@ def experts(setup: Any) -> None:
     replicated, partitioned = (names[-1:] if setup.small else names for names in (REPLICATED, PARTITIONED))
     stage2 = {"strategies": replicated, "stage": 2}
     stage3 = {"strategies": partitioned, "stage": 3}
+    beside_stage2 = {**stage3, "stage": 2}  # DeepSpeed's stage 3 refuses MoE layers
     created = [
-        _beside("MoE layers", expert_cases.routed_case, (2, TWO_STEPS, GROUP), stage2, FP32),
-        _beside(
-            "MoE layers, parameters sharded",
-            expert_cases.routed_case,
-            (2, {**ADAM, "zero": {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}}, GROUP),
-            {"strategies": partitioned, "stage": 2},  # DeepSpeed's stage 3 refuses them
-            FP32,
-        ),
-        _beside("AutoEP", expert_cases.autoep_case, (2, TWO_STEPS, GROUP), stage2, FP32),
-        _beside("AutoEP, parameters sharded", expert_cases.autoep_case, (2, TWO_STEPS, GROUP), stage3, FP32),
+        _beside("MoE layers", routed_case, (2, TWO_STEPS, GROUP), stage2, FP32),
+        _beside("MoE layers, parameters sharded", routed_case, (2, SHARDED, GROUP), beside_stage2, FP32),
+        _beside("AutoEP", autoep_case, (2, TWO_STEPS, GROUP), stage2, FP32),
+        _beside("AutoEP, parameters sharded", autoep_case, (2, TWO_STEPS, GROUP), stage3, FP32),
     ]
     run_cases(setup, created if setup.small else sorted([*created, *_others()], key=_order))
 
@@ -60,33 +57,21 @@ def _order(case: Case) -> tuple[bool, bool, bool]:
 
 
 def _others() -> list[Case]:
-    few = {"strategies": SPLIT, "stage": 3}
+    few, on_host = {"strategies": SPLIT, "stage": 3}, {"strategies": ("NIG", "NII")}
     families = [("MoE", "NIG", "IIG"), ("AutoEP", "NIG", "III")]
     return [
-        _beside("AutoEP in bf16", expert_cases.autoep_case, (2, IN_BF16, GROUP), few, BF16),
-        _beside("MoE layers over four ranks", expert_cases.routed_case, (4, IN_BF16, GROUP), {}, BF16),
-        _beside(
-            "MoE layers, optimizer on the host",
-            expert_cases.routed_case,
-            (2, ON_HOST, GROUP),
-            {"strategies": ("NIG", "NII")},
-            FP32,
-        ),
-        _beside(
-            "MoE layers, Muon",
-            expert_cases.routed_case,
-            (2, {**TWO_STEPS, "optimizer": "Muon"}, GROUP),
-            {"strategies": ("NNN", "NIG")},
-            MUON,
-        ),
-        _beside("AutoEP, Muon", expert_cases.muon_case, (2, TWO_STEPS, GROUP, ("NIG", "III")), {}, MUON_OF_AUTOEP),
+        _beside("AutoEP in bf16", autoep_case, (2, IN_BF16, GROUP), few, BF16),
+        _beside("MoE layers over four ranks", routed_case, (4, IN_BF16, GROUP), {}, BF16),
+        _beside("MoE layers, optimizer on the host", routed_case, (2, ON_HOST, GROUP), on_host, FP32),
+        _beside("MoE layers, Muon", routed_case, (2, WITH_MUON, GROUP), {"strategies": ("NNN", "NIG")}, MUON),
+        _beside("AutoEP, Muon", muon_case, (2, TWO_STEPS, GROUP, ("NIG", "III")), {}, MUON_OF_AUTOEP),
         *(
             Case(f"{kind}, {optimizer}, resumed", partial(_resumed, kind=kind, optimizer=optimizer, names=names))
             for kind, *names in families
             for optimizer in ("Adam", "Muon")
         ),
         *(Case(f"{kind} in eight bits", partial(_few_bits, kind=kind, names=names), 150) for kind, *names in families),
-        _beside("AutoEP beside AutoTP", expert_cases.folded_case, (2, 1, 3, ("NIG", "IGG")), {}, FP32),
+        _beside("AutoEP beside AutoTP", folded_case, (2, 1, 3, ("NIG", "IGG")), {}, FP32),
     ]
 
 
@@ -113,14 +98,14 @@ def _compared(
 def _resumed(setup: Any, kind: str, optimizer: str, names: Sequence[str]) -> None:
     # Sums over tokens are in any order on a GPU otherwise, so that no two runs would be alike.
     with shared_folder() as folder, spoiled_memory():
-        rows = expert_cases.resume_case(folder, 2, False, kind, optimizer, names)
+        rows = resume_case(folder, 2, False, kind, optimizer, names)
     for name, loaded, resumed in rows:
         setup.report.check(f"{name}: a load restores all", not loaded)
         setup.report.check(f"{name}: resumed is uninterrupted", not resumed)
 
 
 def _few_bits(setup: Any, kind: str, names: Sequence[str]) -> None:
-    for row in expert_cases.few_bits_case(kind, tuple(names)):
+    for row in few_bits_case(kind, tuple(names)):
         setup.report.figure(row.strategy, [row.weights, row.losses])
         setup.report.check(
             row.strategy, row.replicas_equal and row.weights < EIGHT_BITS and 0 < row.losses < EIGHT_BITS

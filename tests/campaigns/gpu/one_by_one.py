@@ -3,8 +3,7 @@
 """Runs the cases of an experiment one after the other on the same ranks; one that raises or hangs ends no other.
 
 Ranks of one world cannot continue after an error on one of them: their next messages would not match. So the ranks of
-    a
-case that has failed are killed, and new ones begin with the next case.
+a case that has failed are killed, and new ones begin with the next case.
 """
 
 import contextlib

@@ -28,7 +28,15 @@ from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause
 from tests.campaigns.gpu.ranks import GROUP, as_on_nccl, without_short_cuts
 from tests.campaigns.gpu.states import shared_folder
-from tests.harness import recorded_trainings
+from tests.harness.recorded_trainings import (
+    NOTHING_WHOLE,
+    SECTIONS,
+    TRAINED,
+    faults_of,
+    links_given,
+    training_of,
+    unsound,
+)
 
 SLEPT = 0.05  # seconds between two moments
 _STREAMS = 4
@@ -41,7 +49,7 @@ _SECTIONS = ("versions", "environment", "groups", "memory and disks", "pinned me
 
 def all_checks(setup: Any) -> None:
     """T12: see that a report changes nothing and is sound, and that the doctor accepts a sound GPU."""
-    names = ["IIG"] if setup.small else list(recorded_trainings.SECTIONS)
+    names = ["IIG"] if setup.small else list(SECTIONS)
     shared = [
         Case("clock", _clock),
         *(Case(f"report, {name}", partial(_reported, name=name)) for name in names),
@@ -89,13 +97,7 @@ def _clock(setup: Any) -> None:
 
 def _reported(setup: Any, name: str) -> None:
     with shared_folder() as folder:
-        _tell(
-            setup,
-            [
-                *recorded_trainings.training_of(folder, recorded_trainings.SECTIONS[name], recorded_trainings.TRAINED),
-                *_faults(folder, name),
-            ],
-        )
+        _tell(setup, [*training_of(folder, SECTIONS[name], TRAINED), *_faults(folder, name)])
         if dist.get_rank() == 0:
             _look_at(setup, folder)
 
@@ -103,9 +105,7 @@ def _reported(setup: Any, name: str) -> None:
 def _measured(setup: Any) -> None:
     """Measure the links for the predictions, as users do."""
     with shared_folder() as folder:
-        wrong = recorded_trainings.training_of(
-            folder, recorded_trainings.SECTIONS["NIG"], recorded_trainings.TRAINED, links=None
-        )
+        wrong = training_of(folder, SECTIONS["NIG"], TRAINED, links=None)
         _tell(setup, [*wrong, *_faults(folder, "NIG")])
         if dist.get_rank() == 0:
             rates = [row["probed_rate"] for row in _report_in(folder)["hops"]]
@@ -114,26 +114,20 @@ def _measured(setup: Any) -> None:
 
 
 def _faults(folder: str, name: str) -> list[str]:
-    return recorded_trainings.faults_of(folder, name) if dist.get_rank() == 0 else []
+    return faults_of(folder, name) if dist.get_rank() == 0 else []
 
 
 def _in_four_bits(setup: Any) -> None:
     with shared_folder() as folder:
-        wrong = recorded_trainings.training_of(folder, LOCO, recorded_trainings.TRAINED)
-        _tell(setup, [*wrong, *(recorded_trainings.unsound(folder) if dist.get_rank() == 0 else [])])
+        wrong = training_of(folder, LOCO, TRAINED)
+        _tell(setup, [*wrong, *(unsound(folder) if dist.get_rank() == 0 else [])])
 
 
 def _reported_alone(setup: Any, name: str) -> None:
     """Record handles of NCCL's, of which the only rank takes no short cut."""
     section = {"paro_strategy": name, "paro_group_size": 1}
     with shared_folder() as folder, without_short_cuts(), as_on_nccl():
-        _tell(
-            setup,
-            [
-                *recorded_trainings.training_of(folder, section, recorded_trainings.TRAINED),
-                *recorded_trainings.unsound(folder),
-            ],
-        )
+        _tell(setup, [*training_of(folder, section, TRAINED), *unsound(folder)])
         kinds = {row["name"] for row in _report_in(folder)["operations"]}
         setup.report.figure("operations", sorted(kinds))
         setup.report.check("what communicates is recorded", any("reduce" in kind for kind in kinds))
@@ -142,8 +136,8 @@ def _reported_alone(setup: Any, name: str) -> None:
 def _cost(setup: Any) -> None:
     """Note how much longer recorded steps of a GPT of 10.9 million parameters take than those before."""
     after, steps = 20, 5
-    section = {"paro_strategy": "IIG", "paro_group_size": 1, **recorded_trainings.NOTHING_WHOLE}
-    with shared_folder() as folder, without_short_cuts(), as_on_nccl(), recorded_trainings.links_given():
+    section = {"paro_strategy": "IIG", "paro_group_size": 1, **NOTHING_WHOLE}
+    with shared_folder() as folder, without_short_cuts(), as_on_nccl(), links_given():
         model = ByteGPT(dim=384, layers=6, heads=6, sequence_length=128)
         config = {
             "train_micro_batch_size_per_gpu": 4,

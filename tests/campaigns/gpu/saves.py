@@ -166,9 +166,8 @@ def _memory(setup: Any) -> None:
             snapshots.run(engine, job, snapshots.steps_of(job, 1))
             engine.save_checkpoint(folder, str(number))
             engine.checkpoint_engine.finish()
-            retained = [
-                item for group in engine.checkpoint_engine.async_saves.buffers._free.values() for item in group
-            ]
+            free = engine.checkpoint_engine.async_saves.buffers._free
+            retained = [item for group in free.values() for item in group]
             pinned |= {item.is_pinned() for item in retained}
             at.append({item.data_ptr() for item in retained})
         with mock.patch.object(HostWriter, "_next_buffer", taken):
@@ -206,11 +205,8 @@ def _in_memory(setup: Any, name: str, node: int) -> None:
         setup.report.figure("what is not as it was", {key: float(value) for key, value in changed.items()})
     setup.report.check("all is restored", changed == {} and latest == "global_step1" and not again)
     setup.report.check("going on is what it was", is_same)
-    crosses = name[2] == "G"
-    setup.report.check(
-        "each node has all, and only what the other lacks is sent",
-        retained[0] == retained[1] and (sent > 0) == crosses,
-    )
+    alike = retained[0] == retained[1] and (sent > 0) == (name[2] == "G")
+    setup.report.check("each node has all, and only what the other lacks is sent", alike)
 
 
 def _resumed(setup: Any, row: tuple[str, dict[str, Any], str]) -> None:

@@ -86,13 +86,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="for the stages 1, 2 and 3 (default: NNG,NGG,GGG; in groups: NIG,NIG,IIG)",
     )
     parser.add_argument("--group-size", type=int, help="ranks in a group, where that divides the ranks")
-    parser.add_argument("--ranks", type=int, help="for tests that upstream runs with 2, on both sides")
-    parser.add_argument("--sample", type=int, help="number of tests, drawn by --seed (default: all)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=120, help="seconds for a test (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="workers of pytest-xdist (default: %(default)s)")
+    parser.add_argument("--sample", type=int, help="number of tests, drawn at random (default: all)")
     parser.add_argument("--extra", type=Path, metavar="DIR", help="packages that come before the environment's")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "upstream", help="where everything is written")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -102,14 +97,14 @@ def main() -> int:
     side = Side(args.strategies, args.group_size)
     try:
         extra = args.extra and args.extra.resolve()
-        suite = Suite.of(args.checkout, args.work.resolve(), args.limit, args.ranks, args.jobs, extra)
+        suite = Suite.of(args.checkout, ROOT / "build" / "upstream", extra=extra)
         suite.build()
         collected, uncollected = suite.collect(args.tests)
         for file, text in uncollected.items():
             print(f"cannot be imported: {file}: {Outcome('error', text).cause}")
         tests = sorted(collected)
         if args.sample is not None:
-            tests = random.Random(args.seed).sample(tests, min(args.sample, len(tests)))
+            tests = random.Random(0).sample(tests, min(args.sample, len(tests)))
         print(f"{len(tests)} of {len(collected)} tests", flush=True)
         stock = suite.run(tests, Side())
         ours = suite.run([test for test in tests if stock[test].kind == PASSED], side)

@@ -73,14 +73,12 @@ class Suite:
     # path, and would find the checkout's DeepSpeed there.
     tests: Path
     work: Path  # the folder for all files
-    limit: float  # seconds that a test may take
-    ranks: int | None = None  # how many take part in the tests that upstream runs with two; None for two
-    jobs: int = 2  # workers of pytest-xdist
+    limit: float = 120.0  # seconds that a test may take
     extra: Path | None = None  # a folder of packages that come before the environment's
     _numbers: Any = field(default_factory=itertools.count)
 
     @classmethod
-    def of(cls, checkout: Path, work: Path, *settings: Any, **more: Any) -> "Suite":
+    def of(cls, checkout: Path, work: Path, **more: Any) -> "Suite":
         """Copy the tests of a checkout.
 
         Raises:
@@ -95,7 +93,7 @@ class Suite:
             path = tests / file
             if path.is_file():
                 path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
-        return cls(tests, work, *settings, **more)
+        return cls(tests, work, **more)
 
     @property
     def _extensions(self) -> Path:
@@ -149,7 +147,7 @@ class Suite:
         job = self._job(side, list(tests))
         print(f"{side.name}: {len(tests)} tests; progress is in {job.log}", flush=True)
         limit = ["--timeout", str(self.limit), "--timeout-method", "thread", "--max-worker-restart", str(len(tests))]
-        self._run(job, ["-n", str(self.jobs), *limit, *dict.fromkeys(map(file_of, sorted(tests)))])
+        self._run(job, ["-n", "2", *limit, *dict.fromkeys(map(file_of, sorted(tests)))])
         lines = _lines(job.record)
         outcomes = {line["test"]: Outcome.of(line) for line in lines if "test" in line}
         why = "\n".join(line["text"] for line in lines if "uncollected" in line) or f"not run: {_tail(job.log)}"
@@ -167,7 +165,7 @@ class Suite:
         entry.write_text("[torch.backends]\nupstream_forced = upstream_forced:autoload\n", encoding="utf-8")
         if side.strategies:  # this package, whichever is installed
             (job.library / "deepspeed_ext").symlink_to(ROOT / "deepspeed_ext")
-        content = {"tests": tests, "ranks": self.ranks, "record": str(job.record), "notes": str(job.notes)}
+        content = {"tests": tests, "record": str(job.record), "notes": str(job.notes)}
         job.file.write_text(json.dumps(content), encoding="utf-8")
         return job
 

@@ -94,7 +94,7 @@ class Gpt2Measurement(Measurement):
         self._losses: list[Tensor] = []
         self.workload = self.make_workload()
         self.turns = Turns(self.setting.ranks_per_node, self.batches)
-        rates, compute = self.args.mbit or self.setting.mbit, list[float]()
+        rates, compute = self.setting.mbit, list[float]()
         self.rows = {name: [Row(self.setting.name, rate, name) for rate in rates] for name in self.names}
         headers = []
         for rate in rates:

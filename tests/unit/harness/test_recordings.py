@@ -2,17 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contents of a recording of tests, and the tests that are selected by it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from scripts import ROOT
-from tests.harness import recordings
-from tests.harness.package_versions import since
 from tests.harness.recordings import Recording, lines_in
+
+pytestmark = pytest.mark.quick
 
 FILE = "deepspeed_ext/zero/norms.py"
 SOURCE = """LIMIT = 3
@@ -42,7 +36,6 @@ RECORDING = Recording(
 )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "file, line, tests",
     [
@@ -59,29 +52,11 @@ def test_a_line_concerns_the_tests_that_run_it(file: str, line: int, tests: set[
     assert RECORDING.concerned(file, [line]) == tests
 
 
-@pytest.mark.quick
 def test_quick_tests_of_the_room_and_other_functions_run_first() -> None:
     assert RECORDING.fitting(RECORDING.tests, [FILE], 9.0) == [A, C, D, E, B]
     assert RECORDING.fitting(RECORDING.tests, [FILE], 3.5) == [A, D, E, B]
 
 
-@pytest.mark.quick
 def test_both_sides_of_a_diff_have_their_lines() -> None:
     diff = "@@ -3,2 +3 @@ def f():\n-a\n-b\n+c\n@@ -10,0 +12,3 @@\n+d\n"
     assert (lines_in(diff, "-"), lines_in(diff, "+")) == ({3, 4, 10, 11}, {3, 12, 13, 14})
-
-
-@pytest.mark.deep
-@since(coverage="7.17")  # the first that reads without writing
-def test_a_recording_has_what_only_ranks_run(tmp_path: Path) -> None:
-    file = "tests/unit/harness/test_ranks.py"
-    test = f"{file}::test_results_come_in_rank_order"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.harness.recordings"]
-    subprocess.run(
-        [*command, f"--record={tmp_path}", test], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True
-    )
-    recording = recordings.load(tmp_path)
-    assert recording is not None and recording.tests.keys() == {test} and recording.tests[test] > 0
-    in_ranks = recording.source_of(file).splitlines().index("    rank = torch.distributed.get_rank()") + 1
-    assert recording.lines_of(file)[in_ranks] == {test}
-    assert recording.concerned(file, [in_ranks]) == {test}

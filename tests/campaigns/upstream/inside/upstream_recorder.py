@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-JOB = "UPSTREAM_JOB"  # a file of JSON: tests, ranks, record, notes
+JOB = "UPSTREAM_JOB"  # a file of JSON: tests, record, notes
 FORCED = "UPSTREAM_FORCED"  # see upstream_forced.py
 _LONGEST = 6000  # characters that are kept of a text, its end
 
@@ -61,14 +61,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the job, and give those that take two ranks as many as it says."""
+    """Keep the tests of the job."""
     if _job["tests"] is not None:
         chosen = set(_job["tests"])
         items[:] = [item for item in items if item.nodeid in chosen]
-    for item in items:
-        owner = getattr(item, "cls", None)
-        if _job["ranks"] and getattr(owner, "is_dist_test", False) and owner.world_size == 2:
-            owner.world_size = _job["ranks"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
