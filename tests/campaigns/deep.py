@@ -50,9 +50,8 @@ def main() -> None:
         print(f"==> {name}: {PARTS[name].what}", flush=True)
         begin = time.monotonic()
         status = subprocess.run(PARTS[name].command, cwd=ROOT, check=False).returncode
-        rows.append(
-            f"{name:<12}{'passed' if status == 0 else f'FAILED ({status})':<12}{time.monotonic() - begin:7.0f} s"
-        )
+        outcome = "passed" if status == 0 else f"FAILED ({status})"
+        rows.append(f"{name:<12}{outcome:<12}{time.monotonic() - begin:7.0f} s")
         if status != 0:
             print(f"==> {name} failed with status {status}", flush=True)
     print("\n".join(rows))

@@ -159,10 +159,8 @@ def main() -> None:
             with contextlib.redirect_stdout(io.StringIO()):
                 steps = arguments.steps // len(RUNS)
                 by_ranks = pool(4).run(soak.run_soak, case, steps, arguments.seed, timeout=3600.0)
-            worst = [
-                Sample(*map(max, zip(*at, strict=True)))
-                for at in zip(*(samples for samples, _ in by_ranks), strict=True)
-            ]
+            samples = zip(*(of_rank for of_rank, _ in by_ranks), strict=True)
+            worst = [Sample(*map(max, zip(*at, strict=True))) for at in samples]
             spans = (f"{a:,.0f}-{b:,.0f}" for a, b in zip(worst[len(worst) // 5], worst[-1], strict=True))
             print(f"{name:<36}{len(worst):>8}", *spans, flush=True)
             results = growth(worst)

@@ -152,7 +152,7 @@ def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
         if case.optimizer != "Muon":  # it takes directions, which few bits may turn
             yield from _far(case, ours, stock)
         return
-    results = _relative(ours.weights, stock.weights)
+    results = ((ours.weights - stock.weights).abs().max() / stock.weights.abs().max()).item()
     if not results <= _bound(case, WEIGHTS):
         yield f"weights {results:.1e} apart"
     elif case.dtype != "fp32" and case.optimizer != "Muon":
@@ -214,10 +214,6 @@ def _bound(case: Case, bounds: dict[str, float]) -> float:
     if case.optimizer == "Muon":
         return min(MUON_NORMS, bounds[precision] * (MUON if precision == "fp32" else MUON_IN_16_BITS))
     return bounds[precision]
-
-
-def _relative(one: Tensor, other: Tensor) -> float:
-    return ((one - other).abs().max() / other.abs().max()).item()
 
 
 def _close(one: float, other: float, bound: float, root: float) -> bool:

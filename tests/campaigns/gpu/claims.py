@@ -40,10 +40,7 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
     """Return the verdict of outcomes on each claim; one that did not run to its end, or checked nothing, settles
     nothing."""
     # Without a check nothing could have failed: figures alone show only that the program has ended.
-    kinds = {
-        outcome.name: outcome.kind if outcome.checks or outcome.kind != PASSED else "checked nothing"
-        for outcome in outcomes
-    }
+    kinds = {one.name: one.kind if one.checks or one.kind != PASSED else "checked nothing" for one in outcomes}
     results = []
     for claim, names in CLAIMS:
         came = [kinds.get(name, NOT_RUN) for name in names]

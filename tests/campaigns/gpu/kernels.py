@@ -27,9 +27,8 @@ RANKS, GROUP = 6, 3
 def drawn(setup: Any) -> None:
     """T0: compare the kernels with the reference and with those for the CPU, in drawn cases, bit by bit."""
     command = [sys.executable, "-m", "tests.campaigns.kernels", "--device", setup.device]
-    done = subprocess.run(
-        [*command, "--amount", "0.002" if setup.small else "0.5"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    command += ["--amount", "0.002" if setup.small else "0.5"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     for section, cases in re.findall(rf"^{setup.device} (\w+): (\d+) cases$", done.stdout, re.MULTILINE):
         setup.report.figure(f"cases of {section}", int(cases))

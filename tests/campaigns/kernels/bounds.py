@@ -82,10 +82,8 @@ def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
     edges = (0, 1, 2, *range(_ALONG - 2, _ALONG + 2), *range(2 * _ALONG - 1, 2 * _ALONG + 2), count - 1)
     subset = sorted({*edges, *draw.random.sample(range(count), 100)})
     packing, gradient, retained = Packing(4, 32), torch.randn(count, width), torch.randn(count, width)
-    wire, remaining = (
-        torch.zeros(count, packing.row_bytes(width), dtype=torch.uint8),
-        torch.zeros(count, 48, dtype=torch.uint8),
-    )
+    wire = torch.zeros(count, packing.row_bytes(width), dtype=torch.uint8)
+    remaining = torch.zeros(count, 48, dtype=torch.uint8)
     sent, saved_part, arrived = torch.zeros_like(wire[subset]), torch.zeros_like(remaining[subset]), retained[subset]
     emulator.set(_SHUFFLED)
     with emulator.only([*subset, count, count + 1, 3 * _ALONG - 1]):  # the last ones are after the last row
@@ -103,10 +101,8 @@ def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
 
 
 def _lossless_rows(compare: Comparison, draw: Drawing, count: int, some: Sequence[int]) -> None:
-    packed, retained = (
-        torch.zeros(count, 4 + 2 * lossless.TILE, dtype=torch.uint8),
-        torch.zeros(count, 2, dtype=torch.bfloat16),
-    )
+    packed = torch.zeros(count, 4 + 2 * lossless.TILE, dtype=torch.uint8)
+    retained = torch.zeros(count, 2, dtype=torch.bfloat16)
     pairs = [draw.parameters("any", 2, torch.bfloat16) for _ in some]
     for row, (updated, before) in zip(some, pairs, strict=True):
         tiles = torch.empty(1, dtype=torch.int32)
@@ -225,11 +221,8 @@ def _large_rows(compare: Comparison, draw: Drawing, dtype: torch.dtype, count: i
         sent = packing.empty(1, size, now)
         reference.difference(now, before, sent, 8, 512)
         reference.apply(sent, before, 8, 512)
-        case, own, blocks = (
-            f"row {row} of {width} {dtype} at {subset.start}",
-            wire[row : row + 1],
-            range(first, first + packing.blocks(size)),
-        )
+        case = f"row {row} of {width} {dtype} at {subset.start}"
+        own, blocks = wire[row : row + 1], range(first, first + packing.blocks(size))
         compare.same(packing.payload(own, width, blocks), packing.payload(sent, size), f"{case}, payload")
         compare.same(packing.scales(own, width, blocks), packing.scales(sent, size), f"{case}, scales")
         compare.same(retained[row, subset], before[0], f"{case}, what is held")

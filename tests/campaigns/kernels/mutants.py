@@ -176,15 +176,14 @@ def main() -> int:
     numbers = arguments.numbers or range(len(FAULTS))
     missed = []
     for number in numbers:
+        fault = FAULTS[number]
         try:
-            messages = find_fault(FAULTS[number], arguments.libraries)
+            messages = find_fault(fault, arguments.libraries)
         except (RuntimeError, ValueError) as error:  # it does not compile, or its text is not there: no fault
             print(error)
             messages = ""
         missed += [] if messages else [number]
-        print(
-            f"{number:3} {FAULTS[number].file:18} {FAULTS[number].build:8} {messages[:200] or 'NOT FOUND'}", flush=True
-        )
+        print(f"{number:3} {fault.file:18} {fault.build:8} {messages[:200] or 'NOT FOUND'}", flush=True)
     print(f"{len(numbers) - len(missed)} of {len(numbers)} found" + "".join(f", not {number}" for number in missed))
     return bool(missed)
 

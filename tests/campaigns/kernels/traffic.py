@@ -130,10 +130,8 @@ def _lossless(draw: Drawing, kind: str) -> Iterator[Case]:
     wire = torch.zeros(1, int(size), dtype=torch.uint8)
     lossless.pack(updated, retained, header, wire)
     registered = Use(0) if kind == "any" else Use.READ  # parameters that change too much cross as they are
-    sent, case = (
-        (Placed(updated, Use.READ), Placed(retained, registered)),
-        f"{8 * int(size) / WIDTH:.1f} bits an element",
-    )
+    sent = (Placed(updated, Use.READ), Placed(retained, registered))
+    case = f"{8 * int(size) / WIDTH:.1f} bits an element"
     if kind == "few":
         yield Case("lossless_measure", "bfloat16", (*sent, _output(tiles)))
     yield Case("lossless_pack", case, (*sent, Placed(header, Use.READ), _output(wire)))

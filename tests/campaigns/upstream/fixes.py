@@ -68,9 +68,7 @@ def main() -> int:
     args = parser.parse_args()
     registered = {int(mail.path.name[:4]): mail for mail in fixes()}
     if unknown := set(args.numbers) - set(registered):
-        parser.error(
-            f"expected numbers of fixes ({', '.join(map(str, registered))}), got {', '.join(map(str, unknown))}"
-        )
+        parser.error(f"expected numbers of fixes, some of {sorted(registered)}, got {sorted(unknown)}")
     try:
         printed = [check(registered[number], args.checkout) for number in args.numbers or registered]
     except Failed as failed:

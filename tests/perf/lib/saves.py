@@ -120,10 +120,8 @@ class SavesMeasurement(Measurement):
             self._disk.megabytes = None
             saver.first()
             for disk in (REAL, SLOW):
-                setup, columns = (
-                    f"{trained.setup}; checkpoint {self.sections[name]}",
-                    {"disk": disk, "buffer_bytes": 0},
-                )
+                setup = f"{trained.setup}; checkpoint {self.sections[name]}"
+                columns = {"disk": disk, "buffer_bytes": 0}
                 new_row = Row(self.setting.name, self.setting.mbit[0], name, setup, more=columns)
                 row = self._rows.setdefault((name, disk), new_row)
                 self._disk.megabytes = megabytes if disk == SLOW else None

@@ -158,10 +158,8 @@ def test_layers_are_found_in_lists_inside_dictionaries() -> None:
             return x
 
     choices = choose(nn.Sequential(Tower()), Settings(10**9, 0, LIVE))
-    assert [choice.name for choice in choices if choice.kind == LeafKind.UNIT] == [
-        "0.parts.layers.0",
-        "0.parts.layers.1",
-    ]
+    units = [choice.name for choice in choices if choice.kind == LeafKind.UNIT]
+    assert units == ["0.parts.layers.0", "0.parts.layers.1"]
 
 
 def test_user_flags_are_respected() -> None:

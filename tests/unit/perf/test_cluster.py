@@ -54,9 +54,8 @@ def test_different_weights_or_bytes_are_problems(measurement: Any, bad: Row, mes
 def test_known_differences_are_no_problems() -> None:
     rough = [replace(GOOD, method="NIG" + form, difference=0.1) for form in (LOCO, BOTH)]
     native = replace(GOOD, method="NIG" + NATIVE, link_bytes=150.0)
-    assert (
-        BlocksMeasurement.problems([GOOD, *rough, native, row("DDP", 1.0)]) == OuterMeasurement.problems([OUTER]) == []
-    )
+    assert BlocksMeasurement.problems([GOOD, *rough, native, row("DDP", 1.0)]) == []
+    assert OuterMeasurement.problems([OUTER]) == []
     assert gpt2.Gpt2Measurement.problems([replace(one, setting="2x2-gpt2") for one in rough]) == []
     assert gpt2.apart([9.0, 8.1, 7.0], [9.0, 8.0, 7.0]) == pytest.approx(0.05)
 

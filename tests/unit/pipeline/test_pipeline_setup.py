@@ -35,10 +35,7 @@ def test_stages_with_different_configurations_are_refused(ranks: Any) -> None:
     for messages in ranks(4).run(different_case):
         for difference, message in zip(DIFFERENT, messages, strict=True):
             assert "All stages of a pipeline must have the same configuration" in message, (difference, message)
-            assert difference in message and "on ranks [0, 1]" in message and "on ranks [2, 3]" in message, (
-                difference,
-                message,
-            )
+            assert difference in message and "on ranks [0, 1]" in message and "on ranks [2, 3]" in message, message
 
 
 def different_case() -> list[str]:
