@@ -23,7 +23,10 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from scripts import ROOT
@@ -35,8 +38,6 @@ TRAINED += ("csrc", "planner")  # the rooms that the fuzzer's cases pass through
 # What any change fails, since these compare the sources with what was made of them; and what needs a clone.
 _NO_TESTS = ("tests/unit/fork/", "tests/unit/campaigns/test_mutants.py", "tests/unit/harness/test_recordings.py")
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*.egg-info")
-_ROWS = ROOT / "build" / "mutants.jsonl"
-_MOST = 600.0  # seconds of tests, as recorded, for each change
 _KERNELS = ("-c", "from deepspeed_ext.loco import ops; assert ops.load_kernels()")
 _TESTS = ("-m", "pytest", "-x", "-p", "no:cacheprovider", "-o", "addopts=-q --strict-markers", "--timeout=100")
 _FUZZER = ("-m", "tests.campaigns.fuzz", "--first", "--batch", "5", "--worlds", "2", "2", "4", "--minutes")
@@ -52,8 +53,8 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def tests_of(recording: recordings.Recording) -> Command:
-    """Return the command that runs the tests of a change, as many as fit into ``_MOST``."""
+def tests_of(recording: recordings.Recording, most: float) -> Command:
+    """Return the command that runs the tests of a change, as many as fit into the recorded seconds."""
     status, printed = _run(ROOT, [*_TESTS, "-m", "not deep", "--collect-only"], 300.0)
     if status:
         raise RuntimeError("\n".join(printed[-20:]))
@@ -61,7 +62,7 @@ def tests_of(recording: recordings.Recording) -> Command:
 
     def command(mutant: Mutant) -> Sequence[str]:
         file = mutant.path.as_posix()
-        chosen = recording.fitting(recording.concerned(file, [mutant.line]) & registered, [file], _MOST)
+        chosen = recording.fitting(recording.concerned(file, [mutant.line]) & registered, [file], most)
         return [*_TESTS, *chosen] if chosen else []
 
     return command
@@ -111,12 +112,31 @@ def _first_failure(printed: Sequence[str]) -> str:
     return first if "::" in first else printed[min(failed[0] + 1, len(printed) - 1)].strip()[:100]
 
 
-def try_changes(chosen: Sequence[Mutant], command: Command, limit: float) -> Iterator[tuple[Mutant, Outcome]]:
-    """Try changes in a copy of the repository, and yield the outcome of each."""
+@contextmanager
+def _copied() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=_LEFT_OUT, symlinks=True))
-        for mutant in chosen:
-            yield mutant, outcome_of(mutant, copy, command(mutant), limit)
+        yield Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=_LEFT_OUT, symlinks=True))
+
+
+def try_changes(
+    chosen: Sequence[Mutant], command: Command, limit: float, at_once: int
+) -> Iterator[tuple[Mutant, Outcome]]:
+    """Try changes, each in one of several copies of the repository, and yield the outcome of each, in their order."""
+    free: SimpleQueue[Path] = SimpleQueue()
+
+    def one(mutant: Mutant) -> Outcome:
+        copy = free.get()
+        try:
+            return outcome_of(mutant, copy, command(mutant), limit)
+        finally:
+            free.put(copy)
+
+    with ExitStack() as stack:
+        for _ in range(at_once):
+            free.put(stack.enter_context(_copied()))
+        workers = stack.enter_context(ThreadPoolExecutor(at_once))
+        stack.callback(workers.shutdown, wait=True, cancel_futures=True)
+        yield from zip(chosen, workers.map(one, chosen), strict=True)
 
 
 def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
@@ -134,9 +154,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=240, help="of changes, of all rooms together")
     parser.add_argument("--seed", type=int, default=0, help="of their choice")
+    parser.add_argument("--rooms", nargs="*", default=(), help="of the package, or csrc; default: all")
     parser.add_argument("--fuzz", type=float, default=0.0, metavar="MINUTES", help="of the fuzzer, in place of tests")
+    parser.add_argument("--most", type=float, default=600.0, help="seconds of tests, as recorded, for each change")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no other change is tried")
+    parser.add_argument("--at-once", type=int, default=1, help="changes that are tried at a time")
     parser.add_argument("--again", action="store_true", help="try what has survived, as with more seconds")
+    parser.add_argument("--rows", type=Path, default=ROOT / "build" / "mutants.jsonl", help="the file of rows")
     return parser.parse_args()
 
 
@@ -151,16 +175,18 @@ def main() -> None:
             subprocess.run([ROOT / "scripts" / "test", "record"], cwd=ROOT, check=False)  # some may fail
             recording = recordings.load()
         assert recording is not None
-        command, limit = tests_of(recording), 2 * _MOST + 200
-    chosen = draw_changes(arguments.number, arguments.seed, TRAINED if arguments.fuzz else ())
-    _ROWS.parent.mkdir(parents=True, exist_ok=True)
-    _ROWS.touch()
-    registered = map(json.loads, _ROWS.read_text(encoding="utf-8").splitlines())
+        command, limit = tests_of(recording, arguments.most), 2 * arguments.most + 200
+    chosen = draw_changes(
+        arguments.number, arguments.seed, tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ())
+    )
+    arguments.rows.parent.mkdir(parents=True, exist_ok=True)
+    arguments.rows.touch()
+    registered = map(json.loads, arguments.rows.read_text(encoding="utf-8").splitlines())
     before = {row["change"]: Outcome(*row["outcome"]) for row in registered}
     over = {change for change, outcome in before.items() if not (arguments.again and outcome.kind == "survived")}
     end, new = time.monotonic() + 60 * arguments.minutes, [mutant for mutant in chosen if str(mutant) not in over]
-    for mutant, outcome in try_changes(new, command, limit):
-        with _ROWS.open("a", encoding="utf-8") as file:
+    for mutant, outcome in try_changes(new, command, limit, arguments.at_once):
+        with arguments.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")
         print(f"{outcome.kind:<9}{outcome.seconds:5.0f} s  {mutant}  {outcome.by}", flush=True)
         before[str(mutant)] = outcome
