@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import log_dist
+from deepspeed.utils import log_dist, logger
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.backends import make_reduce
@@ -22,7 +22,7 @@ from deepspeed_ext.config.settings import (
 )
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, QuantizedSums
-from deepspeed_ext.loco.ops import load_kernels, require_kernels
+from deepspeed_ext.loco.ops import BUILD_ADVICE, lacks_kernels, load_kernels, require_kernels
 from deepspeed_ext.loco.sampling import StepReport
 from deepspeed_ext.loco.updates import HalfDifferences, LosslessDifferences, QuantizedDifferences
 from deepspeed_ext.strategy import Placement, Strategy
@@ -51,6 +51,8 @@ class ConfiguredHops:
         self._ordered = ORDERED_LEVELS[config.paro_reduce]
         if self._ordered:  # without kernels, ordered sums run in plain PyTorch
             load_kernels()
+            if lacks_kernels(get_accelerator().device_name()):
+                logger.warning(f"deepspeed_ext: {SECTION}.{REDUCE} sums without a kernel on GPUs. {BUILD_ADVICE}")
         updates: UpdateSettings | None = config.paro_quantized_updates
         # If optimizer states are not sharded over all ranks, sums of gradients are gathered instead of parameters.
         self._updates = updates if strategy.os == Placement.G else None
@@ -58,7 +60,7 @@ class ConfiguredHops:
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         """Create a hop of gradients between groups: a LocoHop if configured, else an exact one."""
-        hop = self._loco_hop(group, name) if self._loco else self._exact_hop(group, name, reduce_scatter, "inter")
+        hop = self._loco_hop(group, name) if self._loco else self._exact_hop(group, name, reduce_scatter)
         if self._sums is None:
             return hop
         require_kernels(get_accelerator().device_name(), hop.collectives.group, UpdateSettings.key)
@@ -71,10 +73,10 @@ class ConfiguredHops:
 
     def reduce_intra(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         """Create an exact hop of gradients within a group."""
-        return self._exact_hop(group, name, reduce_scatter, "intra")
+        return make_reduce(group, name, reduce_scatter, "intra" in self._ordered)
 
-    def _exact_hop(self, group: ProcessGroup | None, name: str, reduce_scatter: bool, level: str) -> ReduceHop:
-        hop = make_reduce(group, name, reduce_scatter, level in self._ordered)
+    def _exact_hop(self, group: ProcessGroup | None, name: str, reduce_scatter: bool) -> ReduceHop:
+        hop = make_reduce(group, name, reduce_scatter, "inter" in self._ordered)
         if name == _DENSE and self._ordered:
             log_ordered_sums(self._ordered, hop.size)
         return hop
@@ -84,6 +86,8 @@ class ConfiguredHops:
         hop = LocoHop(group, name, self._loco, *_error_device(self._engine))
         if name == _DENSE:
             log_loco_settings(self._loco, hop.size)
+            if self._ordered:  # between groups, LoCo sums in rank order anyway
+                log_ordered_sums(self._ordered, hop.size)
         has_timers = self._engine.wall_clock_breakdown()
         hop.timers = self._engine.timers if has_timers else hop.timers
         timers = [COMPRESS_TIMER, DECOMPRESS_TIMER] if has_timers else []

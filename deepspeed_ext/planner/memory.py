@@ -312,19 +312,17 @@ def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, compres
         total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
-    total += _received_parts(strategy, sizes, model, "inter" in model.ordered and compression.loco is None)
+    total += _received_parts(sizes, model, "inter" in model.ordered and compression.loco is None)
     return total + compression.error_bytes_in_step(strategy, sizes, trainable)
 
 
-def _received_parts(strategy: Strategy, sizes: GroupSizes, model: Model, between_groups: bool) -> float:
+def _received_parts(sizes: GroupSizes, model: Model, between_groups: bool) -> float:
     """Return the bytes that ordered sums receive from all ranks before they are summed, in one transfer of each hop.
 
-    Within a group these are as many as in a bucket. Between groups they are as many as in the part of it for one rank
-    of a group; or, if gradients are reduced between groups at the boundary, as in a window of the size of a bucket.
+    Within a group these are as many as in a bucket, between groups as many as in the part of it for one rank of a
+    group. At the boundary, windows are parts of stripes, which are as large as buckets.
     """
     bucket = min(model.bucket, model.trainable)
-    of_rank = model.trainable / sizes.group_size
-    between = bucket / sizes.group_size if strategy.g == Placement.G else min(bucket, of_rank)
     elements = bucket if "intra" in model.ordered and sizes.group_size > 1 else 0.0
-    elements += between if between_groups and sizes.groups > 1 else 0.0
+    elements += bucket / sizes.group_size if between_groups and sizes.groups > 1 else 0.0
     return elements * model.gradient_bytes

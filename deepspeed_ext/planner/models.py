@@ -72,7 +72,7 @@ def describe(
         fetches=max(1, sum(any(id(param) in dense_ids for param in layer) for layer, _ in layers)),
         largest_layer=max(
             parameter_nbytes(layer, parameter_bytes)
-            + is_unit * width * sum(numel_of(param) for param in layer if param.requires_grad)
+            + is_unit * parameter_nbytes([param for param in layer if param.requires_grad], parameter_bytes)
             for layer, is_unit in layers
         ),
         bucket=full_bucket(bucket, elements),

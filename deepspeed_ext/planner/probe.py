@@ -22,6 +22,7 @@ from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, Hop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer
+from deepspeed_ext.loco.ops import load_kernels
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
 from deepspeed_ext.progress import track_progress
 
@@ -58,6 +59,8 @@ def measure(
         ordered: hops with ordered sums, of "intra" and "inter".
         pinned: whether parameters in host memory are pinned; None if there are none, so that no copies are measured.
     """
+    if ordered:
+        load_kernels()  # as the engine does; plain PyTorch sums more slowly
     groups = {"intra": topology.intra, "inter": topology.inter}
     gathers = [GatherHop(group, level) for level, group in groups.items()]
     reductions = [make_reduce(group, level, reduce_scatter, level in ordered) for level, group in groups.items()]

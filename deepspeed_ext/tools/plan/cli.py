@@ -412,6 +412,8 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     # Without this, all ranks of a node would measure on its first device.
     deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype or "bf16"]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
+        arguments.gradient_dtype or arguments.dtype or "bf16"
+    ]
     topology, ordered = get_topology(None, sizes.group_size), ORDERED_LEVELS[arguments.reduce or BACKEND]
     return probe.measure(topology, dtype, pinned=copies or None, ordered=ordered)

@@ -78,8 +78,8 @@ def test_ordered_sums_hold_the_parts_of_all_ranks(name: str) -> None:
     plain, between, everywhere = (
         predict(row, CLUSTER, replace(model, ordered=ORDERED_LEVELS[value]), RATES) for value in ORDERED_LEVELS
     )
-    # The part of a bucket for one of 4 ranks, or a window at the boundary; within groups a bucket. In 2 bytes.
-    assert between.transient - plain.transient == pytest.approx(2 * (1e8 / 4 if row.g.name == "G" else 1e8))
+    # The part of a bucket for one of 4 ranks; within groups a bucket. In 2 bytes.
+    assert between.transient - plain.transient == pytest.approx(2 * 1e8 / 4)
     assert everywhere.transient - between.transient == pytest.approx(2e8)
     assert everywhere.volume == plain.volume
 
