@@ -23,8 +23,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 from deepspeed.comm.torch import get_coalescing_manager
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast  # record_function takes the host as long as a small collective
 from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.profiler import record_function
 
 from deepspeed_ext.comm import observers
 from deepspeed_ext.comm.packing import WIDEST_LOAD
@@ -75,7 +75,9 @@ class Collectives:
     def labeled(self, operation: str) -> Iterator[str]:
         """Label this context in profiler traces; yields the name for the comms logger."""
         name = f"{self.name}_{operation}"
-        with _RecordFunctionFast(f"paro::{name}"), observers.package_communication():
+        # To record takes the host as long as a small collective.
+        label = record_function(f"paro::{name}") if torch.autograd._profiler_enabled() else nullcontext()
+        with label, observers.package_communication():
             yield name
 
     def start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:

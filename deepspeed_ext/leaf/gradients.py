@@ -19,6 +19,7 @@ Note [The end of a leaf's backward]
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
 from typing import Any, Protocol, cast
 
 import torch
@@ -30,8 +31,10 @@ from deepspeed.utils import z3_leaf_parameter
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from deepspeed_ext.config.keys import LEAF_BYTES, SECTION
 from deepspeed_ext.deepspeed_types import LeafOptimizer, ZeroParameter
 from deepspeed_ext.leaf.chunks import INCOMPLETE, Chunk, ChunkedModule, chunked_modules
+from deepspeed_ext.leaf.modules import is_set_by_choice
 from deepspeed_ext.leaf.windows import WindowedModule, WindowReducer, windowed_modules
 
 _DELAYED = "paro_late_gradients"  # attribute of DeepSpeed's own optimizer: its ``DelayedGradients``
@@ -137,7 +140,16 @@ class _Leaf:
         return self
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """If no positional input of a call needs a gradient, hook its outputs and keyword inputs instead."""
+        """If no positional input of a call needs a gradient, hook its outputs and keyword inputs instead.
+
+        Raises:
+            TypeError: DeepSpeed finds no tensors in the output, so it would not gather a unit for the backward.
+        """
+        if is_set_by_choice(module) and not isinstance(output, (Tensor, tuple, list, dict, NoneType)):
+            raise TypeError(
+                f"{type(module).__name__} is fetched as one unit, so it must return a tensor, or a tuple, list, or "
+                f"dictionary of tensors, but it returned a {type(output).__name__}. Set {SECTION}.{LEAF_BYTES} to 0."
+            )
         if self._calls.latest_has_node or not torch.is_grad_enabled():
             return
 

@@ -149,7 +149,7 @@ class _ModelTree:
         if not any(next(child.parameters(), None) is not None for child in module.children()):
             return "it has no submodules with parameters"
         for m in module.modules():
-            if m is not module and getattr(m, _LEAF, False):
+            if m is not module and is_set_by_user(m):
                 return f"{self.names_by_id[id(m)][0]} has been set as a leaf module"
         return self.why_entered_elsewhere(module)
 
@@ -278,8 +278,8 @@ def choose(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
 
 def _why_not(tree: _ModelTree, choice: ModuleChoice, settings: Settings) -> str:
     """Return the reason why a module outside of units is not a unit itself; empty if it is."""
-    if getattr(choice.module, _LEAF, False):
-        return ""  # the user has set it
+    if is_set_by_user(choice.module):
+        return ""
     why_unsafe = tree.why_unsafe(choice.module)
     if why_unsafe:
         return why_unsafe
@@ -291,6 +291,8 @@ def _why_not(tree: _ModelTree, choice: ModuleChoice, settings: Settings) -> str:
         return ""
     if settings.is_default and tree.is_near_mixture(choice.module):
         return "it is a mixture of experts, or contains or belongs to one"
+    if settings.is_default and choice.numel > settings.most_live // _DEFAULT_SHARE:
+        return f"{choice.numel:,} parameters are more than 1/{_DEFAULT_SHARE} of stage3_max_live_parameters"
     if tree.holds_stack(choice.module):
         return "it contains a stack of layers"
     return f"{choice.bytes:,} bytes are more than the budget" if choice.bytes > settings.budget else ""
@@ -338,6 +340,16 @@ def _windows(tree: _ModelTree, choice: ModuleChoice, budget: int) -> tuple[list[
     return windows_of(experts_in(choice.module), expert_bytes(choice.module), budget), (
         f"{choice.bytes:,} bytes are more than the budget"
     )
+
+
+def is_set_by_choice(module: nn.Module) -> bool:
+    """Return whether this package has flagged a module as a leaf module."""
+    return bool(module.__dict__.get(_SET_BY_CHOICE))
+
+
+def is_set_by_user(module: nn.Module) -> bool:
+    """Return whether the user, or DeepSpeed, has flagged a module as a leaf module."""
+    return bool(getattr(module, _LEAF, False)) and not is_set_by_choice(module)
 
 
 def set_leaves(choices: Iterable[ModuleChoice]) -> list[nn.Module]:

@@ -26,6 +26,8 @@ from deepspeed_ext.leaf.modules import (
     expert_bytes,
     experts_of,
     has_window_experts,
+    is_set_by_choice,
+    is_set_by_user,
     numel_of,
     set_leaves,
     unit_bytes,
@@ -107,7 +109,7 @@ def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settin
 def _has_user_leaves(zero_config: ZeroConfig, model: nn.Module) -> bool:
     """Return whether the user has set leaf modules: by ``leaf_module``, or by ``set_z3_leaf_modules``."""
     return "leaf_module" in zero_config.model_fields_set or any(
-        getattr(module, "_z3_leaf", False) and _fully_qualified_class_name(module) not in DEFAULT_LEAF_MODULE_CLASSES
+        is_set_by_user(module) and _fully_qualified_class_name(module) not in DEFAULT_LEAF_MODULE_CLASSES
         for module in model.modules()
     )
 
@@ -116,7 +118,8 @@ def _choose_default(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
     """Choose and flag leaf modules without a key, and log them in one line."""
     choices = choose(model, settings)
     set_leaves(choices)
-    rows = [row for row in summaries(choices) if row.kind == LeafKind.UNIT.value]
+    own = [choice for choice in choices if is_set_by_choice(choice.module)]
+    rows = [row for row in summaries(own) if row.kind == LeafKind.UNIT.value]
     if rows:
         classes = ", ".join(f"{row.modules} {row.cls} (up to {row.numel:,} parameters each)" for row in rows)
         log_dist(

@@ -31,6 +31,7 @@ from tests.perf import growth
 from tests.perf.lib import records
 from tests.perf.lib.fake_world import FakeWorld
 
+STAGE3 = {"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9, "stage3_prefetch_bucket_size": 5e7}
 RANKS, GROUP, ACCUMULATION, NARROWER, STEPS = 64, 8, 4, 64, 5
 SECTIONS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"stage": 1},
@@ -42,6 +43,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     **{name: {"paro_strategy": name} for name in ("IIG", "III")},
     **{f"{name} without units": {"paro_strategy": name, "stage3_leaf_bytes": 0} for name in ("IIG", "III")},
 }
+# DeepSpeed's defaults for a model of this width. Vectors are persistent, matrices are not.
+SIZES = {key: round(size / NARROWER**2) for key, size in {"reduce_bucket_size": 5e8, **STAGE3}.items()}
+SIZES |= {"stage3_param_persistence_threshold": round(1e5 / NARROWER)}
 Step = Callable[[], None]
 
 
@@ -82,7 +86,7 @@ def make_deepspeed(section: dict[str, Any]) -> tuple[Step, Step]:
         "gradient_accumulation_steps": ACCUMULATION,
         "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-        "zero_optimization": {**section, **group, "reduce_bucket_size": growth.BUCKET // NARROWER**2},
+        "zero_optimization": {**section, **group, **SIZES},
     }
     engine = deepspeed.initialize(model=make_model(), config=config)[0]
 

@@ -20,6 +20,7 @@ from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.packing import concat_aligned, fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
+from deepspeed_ext.config.keys import LEAF_BYTES, SECTION
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.units import UNIT, LiveElements, Unit, UnitGather, make_units, remove_units
 from deepspeed_ext.leaf.windows import WindowedModule
@@ -304,15 +305,22 @@ class Gathers:
         free_data: bool = True,
     ) -> None:
         """Release parameters; write updated values back, also into the rows of other groups."""
-        params = [param] if param_list is None else param_list
+        params, kept = [param] if param_list is None else list(param_list), list[ZeroParameter]()
         for member in params:
             unit = getattr(member, UNIT, None)
             if unit is not None and unit.ds_active_sub_modules:
-                if param_list is None:
-                    return  # a module that uses this parameter alone has ended; its unit still uses it
-                raise RuntimeError(f"cannot release a parameter while its leaf module runs: {member.ds_summary()}")
-            if unit is not None and member.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
+                if has_been_updated:
+                    raise RuntimeError(
+                        f"cannot write a parameter while its leaf module runs: {member.ds_summary()}. "
+                        f"Write it outside, or set {SECTION}.{LEAF_BYTES} to 0."
+                    )
+                kept.append(member)  # one of its modules, or GatheredParameters, has ended; its unit still uses it
+            elif unit is not None and member.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
                 unit.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        if kept:
+            params = [member for member in params if all(member is not other for other in kept)]
+        if not params:
+            return
         self.live.add(-sum(p.ds_numel for p in params if p.ds_status == ZeroParamStatus.AVAILABLE))
         if has_been_updated and self.slices.has_slices:
             for updated in params:

@@ -9,14 +9,15 @@ by hand.
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import deepspeed
 import pytest
 import torch
+from torch import nn
 
-from deepspeed_ext.leaf.gradients import DelayedGradients
+from deepspeed_ext.leaf.gradients import DelayedGradients, _Leaf
 from deepspeed_ext.leaf.units import UNIT, linear
 from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from tests.harness import mixtures, training
@@ -118,8 +119,28 @@ def one_missing_case() -> bool:
         expected = engine(x)
         with deepspeed.zero.GatheredParameters([gathered_param]):
             output = engine(x)
+        for module in (module for module in model.modules() if getattr(module, "_z3_leaf", False)):
+            module.register_forward_pre_hook(_read_parameters)
+        same = torch.equal(output, expected) and torch.equal(engine(x), expected)
     engine.destroy()
-    return torch.equal(output, expected)
+    return same
+
+
+def _read_parameters(module: nn.Module, _: Any) -> None:
+    params = [param for param in module.parameters() if hasattr(param, UNIT)]
+    with deepspeed.zero.GatheredParameters(params):
+        assert all(param.numel() == param.ds_numel for param in params)
+
+
+@pytest.mark.quick
+def test_outputs_of_units_have_tensors_that_are_found() -> None:
+    module, leaf = nn.Identity(), cast(Any, _Leaf.__new__(_Leaf))
+    leaf._calls = SimpleNamespace(latest_has_node=True)
+    leaf._after(module, (), {}, SimpleNamespace())
+    module.__dict__["paro_leaf"] = True
+    leaf._after(module, (), {}, (torch.ones(1),))
+    with pytest.raises(TypeError, match=r"Identity is fetched as one unit, .*returned a SimpleNamespace"):
+        leaf._after(module, (), {}, SimpleNamespace())
 
 
 def test_full_buckets_do_not_wait_for_the_next_module(ranks: Any) -> None:
