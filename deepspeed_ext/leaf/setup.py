@@ -118,8 +118,8 @@ def _choose_default(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
     """Choose and flag leaf modules without a key, and log them in one line."""
     choices = choose(model, settings)
     set_leaves(choices)
-    own = [choice for choice in choices if is_set_by_choice(choice.module)]
-    rows = [row for row in summaries(own) if row.kind == LeafKind.UNIT.value]
+    flagged = [choice for choice in choices if is_set_by_choice(choice.module)]
+    rows = [row for row in summaries(flagged) if row.kind == LeafKind.UNIT.value]
     if rows:
         classes = ", ".join(f"{row.modules} {row.cls} (up to {row.numel:,} parameters each)" for row in rows)
         log_dist(

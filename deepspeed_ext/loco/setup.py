@@ -60,7 +60,12 @@ class ConfiguredHops:
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         """Create a hop of gradients between groups: a LocoHop if configured, else an exact one."""
-        hop = self._loco_hop(group, name) if self._loco else self._exact_hop(group, name, reduce_scatter)
+        if self._loco:
+            hop: ReduceHop = self._loco_hop(group, name)
+        else:
+            hop = make_reduce(group, name, reduce_scatter, "inter" in self._ordered)
+        if name == _DENSE and self._ordered:
+            log_ordered_sums(self._ordered, hop.size)
         if self._sums is None:
             return hop
         require_kernels(get_accelerator().device_name(), hop.collectives.group, UpdateSettings.key)
@@ -75,19 +80,11 @@ class ConfiguredHops:
         """Create an exact hop of gradients within a group."""
         return make_reduce(group, name, reduce_scatter, "intra" in self._ordered)
 
-    def _exact_hop(self, group: ProcessGroup | None, name: str, reduce_scatter: bool) -> ReduceHop:
-        hop = make_reduce(group, name, reduce_scatter, "inter" in self._ordered)
-        if name == _DENSE and self._ordered:
-            log_ordered_sums(self._ordered, hop.size)
-        return hop
-
     def _loco_hop(self, group: ProcessGroup | None, name: str) -> LocoHop:
         assert self._loco is not None
         hop = LocoHop(group, name, self._loco, *_error_device(self._engine))
         if name == _DENSE:
             log_loco_settings(self._loco, hop.size)
-            if self._ordered:  # between groups, LoCo sums in rank order anyway
-                log_ordered_sums(self._ordered, hop.size)
         has_timers = self._engine.wall_clock_breakdown()
         hop.timers = self._engine.timers if has_timers else hop.timers
         timers = [COMPRESS_TIMER, DECOMPRESS_TIMER] if has_timers else []

@@ -63,11 +63,16 @@ class Part(nn.Module):
         return x + self.weight.sum()
 
 
-def make_engine(method: str, group_size: int) -> Any:
-    """Return an engine of a strategy, or of one of DeepSpeed's own stages ("2")."""
-    process_groups._cached_groups.clear()  # as in a process of its own
+def forget_groups() -> None:
+    """Forget the process groups of earlier engines, so that the next one creates its groups, as in a new process."""
+    process_groups._cached_groups.clear()
     process_groups._self_groups.clear()
     deepspeed.utils.groups._WORLD_GROUP = None
+
+
+def make_engine(method: str, group_size: int) -> Any:
+    """Return an engine of a strategy, or of one of DeepSpeed's own stages ("2")."""
+    forget_groups()
     name = method.removesuffix(LOCO)
     loco = {} if name == method else {"zeropp_loco_param": {}}
     placed: dict[str, Any] = {"paro_strategy": name, "paro_group_size": group_size, **loco}

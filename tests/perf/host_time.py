@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import trange
 
-from deepspeed_ext.comm import process_groups
 from tests.perf import growth
 from tests.perf.lib import records
 from tests.perf.lib.fake_world import FakeWorld
@@ -77,9 +76,7 @@ def make_model() -> nn.Sequential:
 
 def make_deepspeed(section: dict[str, Any]) -> tuple[Step, Step]:
     """Return functions that take a step of an engine, and destroy it."""
-    process_groups._cached_groups.clear()  # as in a process of its own
-    process_groups._self_groups.clear()
-    deepspeed.utils.groups._WORLD_GROUP = None
+    growth.forget_groups()
     group = {"paro_group_size": GROUP} if "paro_strategy" in section else {}
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -305,8 +305,8 @@ class Gathers:
         free_data: bool = True,
     ) -> None:
         """Release parameters; write updated values back, also into the rows of other groups."""
-        params, kept = [param] if param_list is None else list(param_list), list[ZeroParameter]()
-        for member in params:
+        params = list[ZeroParameter]()
+        for member in [param] if param_list is None else param_list:
             unit = getattr(member, UNIT, None)
             if unit is not None and unit.ds_active_sub_modules:
                 if has_been_updated:
@@ -314,11 +314,10 @@ class Gathers:
                         f"cannot write a parameter while its leaf module runs: {member.ds_summary()}. "
                         f"Write it outside, or set {SECTION}.{LEAF_BYTES} to 0."
                     )
-                kept.append(member)  # one of its modules, or GatheredParameters, has ended; its unit still uses it
-            elif unit is not None and member.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
+                continue  # one of its modules, or GatheredParameters, has ended; its unit still uses it
+            params.append(member)
+            if unit is not None and member.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
                 unit.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        if kept:
-            params = [member for member in params if all(member is not other for other in kept)]
         if not params:
             return
         self.live.add(-sum(p.ds_numel for p in params if p.ds_status == ZeroParamStatus.AVAILABLE))
