@@ -9,8 +9,8 @@ Note [Runs of parameters]
     Without repetition, each parameter is one run, and is packed separately.
 """
 
-import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,22 +26,22 @@ class _Run(NamedTuple):
     """A pattern of layouts that is repeated ``times`` times."""
 
     first: int  # number of the first parameter
-    start: int  # its first element in the bucket
     pattern: tuple[FlatLayout, ...]
+    chunks: list[int]  # elements of the pattern's chunks
     times: int
 
-    @property
-    def width(self) -> int:
-        """Elements of one repetition."""
-        return sum(layout.chunk for layout in self.pattern)
+    def parts(self, cells: Tensor) -> Iterator[tuple[slice, FlatLayout, Tensor]]:
+        """Yield the numbers of the parameters at each position in the pattern, their layout, and their cells.
 
-    def parts(self, cells: Tensor) -> Iterator[tuple[int, FlatLayout, Tensor]]:
-        """Yield (index, layout, cells) of each position in the pattern; cells: (cols, rows, times, chunk)."""
-        run = cells[:, :, self.start : self.start + self.times * self.width].unflatten(-1, (self.times, self.width))
-        offset = 0
-        for index, layout in enumerate(self.pattern):
-            yield index, layout, run[..., offset : offset + layout.chunk]
-            offset += layout.chunk
+        Args:
+            cells: cells of the run, (cols, rows, elements); those of a position are (cols, rows, times, chunk).
+        """
+        cols, rows, _ = cells.shape
+        repetitions = cells.view(cols, rows, self.times, -1)
+        period = len(self.pattern)
+        parts = repetitions.split_with_sizes(self.chunks, -1) if period > 1 else (repetitions,)
+        for index, (layout, part) in enumerate(zip(self.pattern, parts, strict=True), self.first):
+            yield slice(index, self.first + self.times * period, period), layout, part
 
 
 class ParameterBucket:
@@ -54,9 +54,16 @@ class ParameterBucket:
 
     def __init__(self, layouts: Sequence[FlatLayout], separate: bool = False) -> None:
         self.cols, self.rows = layouts[0].cols, layouts[0].rows
-        self.width = sum(layout.chunk for layout in layouts)
         self._len = len(layouts)
         self._runs = list(_runs(layouts, 0 if separate else _LONGEST_PATTERN))
+        self._widths = [run.times * sum(run.chunks) for run in self._runs]
+        self.width = sum(self._widths)
+
+    def _parts(self, cells: Tensor) -> Iterator[tuple[slice, FlatLayout, Tensor]]:
+        """Yield the ``parts`` of all runs. ``cells``: of the bucket, possibly with padding in the last dimension."""
+        widths = [*self._widths, cells.shape[-1] - self.width]
+        for run, run_cells in zip(self._runs, cells.split_with_sizes(widths, -1), strict=False):
+            yield from run.parts(run_cells)
 
     def received_cells(self, flat: Tensor, parts: int) -> Tensor:
         """Return the cells received from all ranks: a view.
@@ -65,20 +72,17 @@ class ParameterBucket:
             flat: 1D: for each rank in order, ``parts`` rows followed by padding.
             parts: number of rows per rank: 1 or all.
         """
-        senders = (self.cols, self.rows // parts)
-        sent = flat.view(*senders, flat.numel() // math.prod(senders))[..., : parts * self.width]
-        return sent.unflatten(-1, (parts, self.width)).flatten(1, 2)
+        sent = flat.view(self.cols, self.rows // parts, -1)
+        return sent if parts == 1 else sent[..., : parts * self.width].unflatten(-1, (parts, -1)).flatten(1, 2)
 
     def unpack(self, cells: Tensor) -> list[Tensor]:
         """Return the parameters, 1D each."""
         flats: list[Tensor] = [cells] * self._len
-        for run in self._runs:
-            for index, layout, part in run.parts(cells):
-                params = part.permute(2, 1, 0, 3).reshape(run.times, -1)
-                if params.stride(1) != 1:  # chunks of one element; parameters must be contiguous to be viewed as bytes
-                    params = params.clone(memory_format=torch.contiguous_format)
-                last = run.first + run.times * len(run.pattern)
-                flats[run.first + index : last : len(run.pattern)] = params[:, : layout.numel].unbind()
+        for numbers, layout, part in self._parts(cells):
+            params = part.permute(2, 1, 0, 3).reshape(part.shape[2], -1)
+            if params.stride(1) != 1:  # chunks of one element; parameters must be contiguous to be viewed as bytes
+                params = params.clone(memory_format=torch.contiguous_format)
+            flats[numbers] = (params if params.shape[1] == layout.numel else params[:, : layout.numel]).unbind()
         return flats
 
     def pack(self, flats: Sequence[Tensor | None], cells: Tensor) -> None:
@@ -86,12 +90,16 @@ class ParameterBucket:
 
         Args:
             flats: tensors of any shape, with the layouts' numbers of elements; None for zeros.
-            cells: cells of any dtype.
+            cells: cells of any dtype, possibly with padding in the last dimension, which is set to zero.
         """
-        for run in self._runs:
-            for index, layout, part in run.parts(cells):
-                last = run.first + run.times * len(run.pattern)
-                _pack(flats[run.first + index : last : len(run.pattern)], layout, part)
+        for numbers, layout, part in self._parts(cells):
+            _pack(flats[numbers], layout, part)
+        if cells.shape[-1] > self.width:
+            cells[..., self.width :].zero_()  # padding is zero in every sum
+
+
+# Of units and of buckets of gradients, which recur in every step; equal layers share one.
+bucket_of = lru_cache(maxsize=256)(ParameterBucket)
 
 
 def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> None:
@@ -99,15 +107,15 @@ def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> 
     at_once = max(1, _MOST_STACKED_NUMEL // max(1, layout.numel))
     for start in range(0, len(flats), at_once):
         batch = flats[start : start + at_once]
-        target = cells[:, :, start : start + len(batch)]
+        target = cells if len(batch) == len(flats) else cells[:, :, start : start + len(batch)]
         if all(flat is None for flat in batch):
             target.zero_()
         elif len(batch) == 1:
-            layout.pack(batch[0].reshape(-1), target[:, :, 0])  # type: ignore[union-attr]
+            layout.pack(batch[0].reshape(-1), target.select(2, 0))  # type: ignore[union-attr]
         else:
-            example = next(flat for flat in batch if flat is not None)
-            zeros = example.new_zeros(1).expand(layout.numel)
-            stacked = torch.stack([zeros if flat is None else flat.reshape(-1) for flat in batch])
+            present = [flat for flat in batch if flat is not None]
+            zeros = present[0].new_zeros(1).expand(layout.numel) if len(present) < len(batch) else None
+            stacked = torch.stack([zeros if flat is None else flat.reshape(-1) for flat in batch])  # type: ignore[misc]
             missing = layout.rows * layout.cols * layout.chunk - layout.numel
             if missing:
                 stacked = torch.nn.functional.pad(stacked, (0, missing))
@@ -118,17 +126,16 @@ def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> 
 def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Run]:
     """Divide a list into runs: from the left, the pattern of at most ``longest`` layouts that covers the most."""
     numels = [layout.numel for layout in layouts]
-    first = start = 0
+    first = 0
     while first < len(layouts):
         period, count = 1, 1
         for longer in range(1, min(longest, (len(layouts) - first) // 2) + 1):
             times = _repetitions(numels, first, longer)
             if times > 1 and times * longer > period * count:
                 period, count = longer, times
-        run = _Run(first, start, tuple(layouts[first : first + period]), count)
-        yield run
+        pattern = tuple(layouts[first : first + period])
+        yield _Run(first, pattern, [layout.chunk for layout in pattern], count)
         first += period * count
-        start += run.width * count
 
 
 def _repetitions(numels: Sequence[int], first: int, period: int) -> int:

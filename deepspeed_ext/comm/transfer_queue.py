@@ -25,12 +25,12 @@ Note [Side streams]
     waits when more are in flight than there would be side streams.
 """
 
+import functools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -42,8 +42,24 @@ from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.worker_thread import Job, WorkerThread, register_exit_task
 
 Deliver = Callable[[Tensor], object]
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _SIDE_STREAMS = 2
+
+
+def outside_autograd(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a function that autograd must not record, and whose tensors may be trained after an evaluation that has
+    made them. It enters no contexts where none are needed, since they take longer than the function of a small hop."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class StreamEvent:
@@ -137,15 +153,13 @@ class ActiveTransfer:
     def _start(self) -> None:
         self._resume()
 
+    @outside_autograd
     def _resume(self) -> None:
-        # Tensors of a step may outlive the evaluation that runs it. As decorators, these contexts take twice as long.
-        inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with inference, torch.no_grad():
-            try:
-                self._handle = next(self._transfer)
-            except StopIteration as done:
-                self._handle = None
-                self._deliver_result(done.value)
+        try:
+            self._handle = next(self._transfer)
+        except StopIteration as done:
+            self._handle = None
+            self._deliver_result(done.value)
 
     def _deliver_result(self, result: Tensor) -> None:
         if self._deliver is None:

@@ -5,7 +5,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -46,6 +46,8 @@ class MicroSteps:
         optimizer: the optimizer.
 
     Attributes:
+        full_above: a DeepSpeed bucket with more elements has no room for another parameter. DeepSpeed would keep it
+            until a parameter does not fit, which takes as long as the backward of another layer.
         overlap: whether the last buckets of a micro-step may be sent during the next one. This requires that gradients
             are not read between the two.
     """
@@ -55,7 +57,7 @@ class MicroSteps:
         self._flush_follows = False  # whether this backward is the last one before a boundary that the caller declares
         self._context, self._optimizer = context, optimizer
         self._last_was_declared = False  # whether an accumulation's last backward was declared before it ran
-        self._bucket_size = self._smallest = 1
+        self.full_above = 0
 
     @property
     def is_last(self) -> bool:
@@ -120,11 +122,6 @@ class MicroSteps:
             numels: elements of all trained parameters; empty ones are ignored.
         """
         filled = [numel for numel in numels if numel]
-        self._bucket_size = full_bucket(self._context.reduce_bucket, sum(filled))
-        self._smallest = min(filled, default=1)
-        return self._bucket_size
-
-    def is_full(self, bucket: Any) -> bool:
-        """Whether no other parameter fits into a DeepSpeed bucket. DeepSpeed would keep the bucket until a parameter
-        does not fit, which takes as long as the backward of another layer."""
-        return bool(bucket.elements and bucket.elements + self._smallest > self._bucket_size)
+        bucket_size = full_bucket(self._context.reduce_bucket, sum(filled))
+        self.full_above = max(0, bucket_size - min(filled, default=1))
+        return bucket_size

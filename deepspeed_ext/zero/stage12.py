@@ -251,7 +251,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         """Put a gradient into a bucket, and reduce the bucket once it is full."""
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         for dtype, bucket in self.ipg_buckets.items():  # one, in most models; naming the parameter's takes longer
-            if self.micro_steps.is_full(bucket):
+            if bucket.elements > self.micro_steps.full_above:
                 self.reduce_ipg_grads(comm_dtype=dtype)
                 self._fill_other_buffer(bucket)
 

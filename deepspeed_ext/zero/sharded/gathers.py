@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.packing import concat_aligned, fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
-from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue, outside_autograd
 from deepspeed_ext.config.keys import LEAF_BYTES, SECTION
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.units import UNIT, LiveElements, Unit, UnitGather, make_units, remove_units
@@ -64,8 +64,7 @@ class GatherHandle:
             param.ds_status = ZeroParamStatus.INFLIGHT
         self._started: ActiveTransfer | None = started
 
-    @torch.inference_mode(False)  # a parameter may persist, and be trained after an evaluation has gathered it
-    @torch.no_grad()
+    @outside_autograd
     def wait(self, handle_dependency: bool = True) -> None:
         """Make the parameters available, on the current stream. ``handle_dependency`` is ignored: the result is
         this stream's memory, or recorded on it."""
@@ -110,7 +109,6 @@ class Gathers:
         self.slices = slices
         self._redistribution, self._topology = slices.redistribution, slices.topology
         self._sequential, self._resync = sequential, resync
-        self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: layout
         self._rounded_ids: set[int] = set()  # ds_ids of parameters whose last gather was in a lower precision
         self._path = slices.strategy.p, Placement.N
         # A gather may first wait for updates of its slices. On a side stream, this does not block the running module.
@@ -175,24 +173,14 @@ class Gathers:
 
     # Gathering ########################################################################################
 
-    def _bucket_of(self, params: Sequence[ZeroParameter], separately: bool) -> ParameterBucket:
-        """Return the layout of parameters in a bucket; cached for units, which are gathered again and again."""
-        if separately:
-            return ParameterBucket([self.slices.layout(param) for param in params], separately)
-        key = tuple(param.ds_id for param in params)
-        if key not in self._buckets:
-            self._buckets[key] = ParameterBucket([self.slices.layout(param) for param in params])
-        return self._buckets[key]
-
     def _start_gather(
         self, params: Sequence[ZeroParameter], dtype: torch.dtype, separately: bool = True
     ) -> GatherHandle:
         """p -> N of parameters with one dtype on the wire; ``separately`` if they may be released one by one."""
-        shards = [self.slices.shard_of(param) for param in params]
-        out = None
+        bucket, out = self.slices.bucket_of(params, separately), None
         if self._side_streams and self._topology.sizes.group_size > 1:
             # The result outlives the transfer: this stream's allocator reuses its memory sooner than a side stream's.
-            width = fill_up(sum(rows.numel() for rows in shards), self._redistribution.multiple)
+            width = fill_up(self.slices.row_count * bucket.width, self._redistribution.multiple)
             device = get_accelerator().current_device_name()
             senders = self._topology.sizes.ranks // self.slices.row_count
             out = torch.empty(senders * width, dtype=dtype, device=device)
@@ -202,7 +190,6 @@ class Gathers:
             self._rounded_ids.update(param.ds_id for param in params)
         elif self._rounded_ids:
             self._rounded_ids.difference_update(param.ds_id for param in params)
-        bucket = self._bucket_of(params, separately)
         return GatherHandle(
             params, self._queue, started, bucket=bucket, parts=self.slices.row_count, separately=separately
         )
@@ -213,8 +200,7 @@ class Gathers:
         shard = [concat_aligned(self.slices.to_device(params, dtype), self._redistribution.multiple)]
         return (yield from self._redistribution.gather(shard.pop(), *self._path, out))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def all_gather_coalesced(
         self, params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False
     ) -> MultipleAllGatherHandles:
@@ -257,8 +243,7 @@ class Gathers:
             return UnitGather(unit, ResidentHandle(missing))
         return UnitGather(unit, self._start_gather(missing, wire_dtype(missing[0]), separately=False))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def _all_gather(
         self,
         param: ZeroParameter,
@@ -293,8 +278,7 @@ class Gathers:
             handle.wait()
         return None
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def _partition(
         self,
         param: ZeroParameter,

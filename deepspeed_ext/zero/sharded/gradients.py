@@ -34,7 +34,7 @@ Note [Pending gradients]
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -45,7 +45,6 @@ from torch import Tensor
 from deepspeed_ext.comm.hops import ReduceHop, Transfer
 from deepspeed_ext.comm.layout import windows
 from deepspeed_ext.comm.packing import add_to, align_rows, fill_up, record_on_current_stream
-from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.spans import Span, merge_neighbors, split_as
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
@@ -170,10 +169,11 @@ class ShardedGradients:
         self._boundary = self._make_boundary(
             optimizer.param_names, self._params if self._reduces_via_i or strategy.g != Placement.G else []
         )
-        self._starts: dict[int, int] = {}  # ds_id: first column in ``accumulator``
+        self._columns: dict[int, Span] = {}  # ds_id: columns in ``accumulator``
+        self._columns_of = lru_cache(maxsize=4096)(self._merge_columns)  # training repeats the same buckets
         self.numel = 0  # columns
         for param in self._params:
-            self._starts[param.ds_id] = self.numel
+            self._columns[param.ds_id] = Span(self.numel, param.ds_tensor.ds_numel)
             self.numel += param.ds_tensor.ds_numel
         self.accumulator = torch.empty(self.rows, 0)
         self._full_gradients: dict[int, Tensor] = {}  # ds_id: full gradient, kept until the boundary with g = N
@@ -211,8 +211,7 @@ class ShardedGradients:
             For each ds_id the optimizer's chunk of the gradient, 1D, a view.
         """
         self.accumulator = accumulator.view(self.rows, self.numel)
-        chunks = self.shard.split([param.ds_tensor.ds_numel for param in self._params])
-        return dict(zip(self._starts, chunks, strict=True))
+        return dict(zip(self._columns, split_as(self.shard, list(self._columns.values())), strict=True))
 
     @property
     def is_placeholder(self) -> bool:
@@ -236,7 +235,9 @@ class ShardedGradients:
     def inter_group_spans(self, param: ZeroParameter, name: str) -> Iterator[InterGroupSpan]:
         """Yield the spans of a parameter that this rank reduces between groups."""
         layout, col = self._slices.layout(param), self._redistribution.col
-        return inter_group_spans_of(name, param.ds_numel, layout, col, self._number, start=self._starts[param.ds_id])
+        return inter_group_spans_of(
+            name, param.ds_numel, layout, col, self._number, start=self._columns[param.ds_id].start
+        )
 
     def clear(self) -> None:
         """Drop accumulated gradients."""
@@ -341,12 +342,11 @@ class ShardedGradients:
         dtype: torch.dtype,
         sequence_parallel_size: int,
     ) -> Tensor:
-        bucket = ParameterBucket([self._slices.layout(param) for param in params])
+        bucket = self._slices.bucket_of(params)
         device = get_accelerator().current_device_name()
         width = fill_up(bucket.width, self._redistribution.multiple)
         cells = torch.empty(bucket.cols, bucket.rows, width, dtype=dtype, device=device)
         bucket.pack(gradients, cells)
-        cells[:, :, bucket.width :].zero_()  # padding is zero in every sum
         # Divided before the sum, as in ZeRO-3, so that 16-bit sums do not overflow.
         return cells.div_(self._context.ranks / sequence_parallel_size)
 
@@ -394,7 +394,10 @@ class ShardedGradients:
 
     def _spans(self, params: Sequence[ZeroParameter]) -> list[Span]:
         """Return the columns of parameters in ``accumulator``, in their order, neighbors joined."""
-        return merge_neighbors(Span(self._starts[param.ds_id], param.ds_tensor.ds_numel) for param in params)
+        return self._columns_of(tuple([param.ds_id for param in params]))
+
+    def _merge_columns(self, ds_ids: tuple[int, ...]) -> list[Span]:
+        return merge_neighbors(self._columns[ds_id] for ds_id in ds_ids)
 
     # At the accumulation boundary: g -> os ############################################################
 
@@ -479,5 +482,5 @@ class ShardedGradients:
         for param in self._params:
             chunk = param.ds_tensor.ds_numel
             present = min(chunk, max(0, param.ds_numel - rank * chunk))
-            start = self._starts[param.ds_id]
+            start = self._columns[param.ds_id].start
             self.shard[start + present : start + chunk].zero_()

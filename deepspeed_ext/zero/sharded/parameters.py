@@ -21,7 +21,7 @@ from deepspeed_ext.config.keys import CACHE_BYTES, SECTION
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import ZeroConfig, ZeroParameter
 from deepspeed_ext.leaf.chunks import chunked_modules
-from deepspeed_ext.leaf.units import exclude_from_fetches
+from deepspeed_ext.leaf.units import exclude_from_fetches, keep_signatures
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
@@ -72,6 +72,7 @@ class ShardedParameters:
         coordinator = offload.param_coordinator
         blocks, windowed = chunked_modules(module), windowed_modules(module)
         coordinator.fetch_in_windows(blocks, windowed)
+        keep_signatures(module)
         _disable_persistence(windowed, offload)
         chunks = [chunk for block in blocks for chunk in block.chunks]
         experts = {id(expert) for chunk in chunks for expert in chunk.experts}

@@ -32,6 +32,7 @@ from torch import Tensor
 from deepspeed_ext.comm.hops import Update
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import concat_aligned, fill_up
+from deepspeed_ext.comm.parameter_bucket import ParameterBucket, bucket_of
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.comm.spans import BufferSpan, Span
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
@@ -92,6 +93,9 @@ class Slices:
         self.strategy, self.topology = strategy, topology
         self.redistribution, self.rows = rows.redistribution, rows
         self.bucket = max(1, context.gather_bucket)
+        # Whether parameters are stored as slices of several rows.
+        self.has_slices = strategy.p == Placement.I and strategy.os == Placement.G and topology.sizes.groups > 1
+        self.row_count = topology.sizes.groups if self.has_slices else 1  # rows of a parameter's shard
         self._coordinator = coordinator
         self.params = list(params)
         self._layouts = {p.ds_id: FlatLayout.from_placement(p.ds_numel, strategy.os, topology) for p in self.params}
@@ -111,14 +115,13 @@ class Slices:
         self._row_updates: dict[int, _RowUpdate] = {}  # number of the block: its update to send
         register(self)
 
-    @property
-    def has_slices(self) -> bool:
-        """Whether parameters are stored as slices of several rows."""
-        return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.sizes.groups > 1
-
     def layout(self, param: ZeroParameter) -> FlatLayout:
         """Return the parameter's division into cells."""
         return self._layouts[param.ds_id]
+
+    def bucket_of(self, params: Iterable[ZeroParameter], separate: bool = False) -> ParameterBucket:
+        """Return the layout of parameters side by side; see ``ParameterBucket``."""
+        return bucket_of(tuple([self._layouts[param.ds_id] for param in params]), separate)
 
     def shard_parameters(self) -> None:
         """Shard every parameter over the group of its optimizer states, with zeros in the padding, and make slices if
@@ -160,11 +163,6 @@ class Slices:
     def shard_of(self, param: ZeroParameter) -> Tensor:
         """Return this rank's shard of the parameter: (rows, chunk), one row without slices."""
         return self._slices[param.ds_id] if self.has_slices else param.ds_tensor.view(1, -1)
-
-    @property
-    def row_count(self) -> int:
-        """Rows of a parameter's shard."""
-        return self.topology.sizes.groups if self.has_slices else 1
 
     def batches(self, params: Iterable[ZeroParameter]) -> list[list[ZeroParameter]]:
         """Return the parameters in batches of one dtype and about ``bucket`` elements (of full parameters)."""
