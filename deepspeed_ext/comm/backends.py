@@ -41,6 +41,8 @@ class NativeReduce(ReduceHop):
 
     def lengths(self, splits: Sequence[int]) -> list[int]:
         """Return equal lengths if they are cheaper; see ``ReduceHop``."""
+        if splits.count(splits[0]) == self.size and not splits[0] % self.multiple:
+            return list(splits)  # as those of most buckets
         filled = super().lengths(splits)
         longest, rooted = max(filled), sum(length > 0 for length in filled)
         # A padded reduce-scatter receives (size-1)*longest elements per rank, in size-1 steps. Rooted reduces, one to

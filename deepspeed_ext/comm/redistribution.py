@@ -151,12 +151,21 @@ class RowContents(NamedTuple):
     Attributes:
         spans: spans of each row, side by side.
         numels: number of elements of each span.
+        lengths: number of elements of each view of the bucket, as few as possible: the spans of one row, or all rows.
     """
 
     first: int
     times: int
     spans: list[BufferSpan]
     numels: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, rows: RowRange) -> "RowContents":
+        """Return the contents of neighboring rows."""
+        spans = rows.spans()
+        numels = [span.numel for _, span in spans]
+        return cls(rows.first, rows.times, spans, numels, numels if rows.times == 1 else [rows.times * rows.numel])
 
 
 def sums_of(contents: Sequence[RowContents], reduced: Tensor) -> list[Tensor]:
@@ -166,16 +175,14 @@ def sums_of(contents: Sequence[RowContents], reduced: Tensor) -> list[Tensor]:
         contents: contents of the bucket.
         reduced: 1D, with padding after the contents.
     """
-    # By as few calls as possible: a view takes the host as long as a small sum.
-    lengths = [
-        numel for row in contents for numel in (row.numels if row.times == 1 else [row.times * sum(row.numels)])
-    ]
-    parts, sums = iter(reduced[: sum(lengths)].split(lengths)), list[Tensor]()
+    lengths = [numel for row in contents for numel in row.lengths]
+    parts = iter(reduced.split_with_sizes([*lengths, reduced.numel() - sum(lengths)]))
+    sums: list[Tensor] = []
     for row in contents:
         if row.times == 1:
             sums += islice(parts, len(row.numels))
         else:
-            sums += next(parts).view(row.times, -1).split(row.numels, dim=-1)
+            sums += next(parts).view(row.times, -1).split_with_sizes(row.numels, -1)
     return sums
 
 
@@ -198,8 +205,7 @@ class _BucketParts:
         contents: Sequence[RowRange],
     ) -> None:
         self._blocks, self.splits, self.rows = blocks, splits, rows
-        spans = [(row_range, row_range.spans()) for row_range in contents]
-        self.contents = [RowContents(r.first, r.times, own, [span.numel for _, span in own]) for r, own in spans]
+        self.contents = list(map(RowContents.of, contents))
         pieces = sum(row_range.times * len(row_range.cuts) for *_, row_range in blocks)
         self._strided = pieces > _PIECES_PER_COPY * sum(len(row_range.cuts) for *_, row_range in blocks)
         if not self._strided:
@@ -240,9 +246,9 @@ class _BucketParts:
         # One ``split`` makes all views of a tensor. A ``narrow`` for each took a third of the host's time of a bucket.
         pieces: list[Tensor] = []
         for tensor, numels in zip(tensors, self._numels_of(tensors), strict=True):
-            pieces += tensor.split(numels)
+            pieces += tensor.split_with_sizes(numels)
         if self._paddings:
-            pieces += tensors[0].new_zeros(sum(self._paddings)).split(self._paddings)
+            pieces += tensors[0].new_zeros(sum(self._paddings)).split_with_sizes(self._paddings)
         return torch.cat([pieces[number] for number in self._order])
 
     def _numels_of(self, tensors: Sequence[Tensor]) -> list[list[int]]:

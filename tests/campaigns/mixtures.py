@@ -212,6 +212,7 @@ class Setting(NamedTuple):
 WINDOW = -1  # stands for the architecture's
 _SHARDED = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4000}
 SETTINGS = [
+    Setting("IIG", {"paro_strategy": "IIG"}, {"stage": 3}),
     Setting("IIG, whole", {"paro_strategy": "IIG", "stage3_leaf_bytes": True}, {"stage": 3}),
     Setting("IIG, windows", {"paro_strategy": "IIG", "stage3_leaf_bytes": WINDOW}, {"stage": 3}),
     Setting("III, windows", {"paro_strategy": "III", "stage3_leaf_bytes": WINDOW}, {"stage": 3}),

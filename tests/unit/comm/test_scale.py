@@ -15,7 +15,7 @@ from tests.harness.tiers import deep
 
 GROUP, NUMEL = 8, 7_352_576  # ranks in a group; parameters of a model of 8 layers
 METHODS = ("NIG", "III")
-HOST_WORK = {"NIG": (1_679, 10_758), "III": (2_932, 119_204)}  # operators, and Python and C calls, of a step
+HOST_WORK = {"NIG": (1_675, 10_550), "III": (2_480, 108_323)}  # operators, and Python and C calls, of a step
 MEASURED_WITH = ("2.13.", (3, 11))  # torch and Python
 # DeepSpeed would compile an all-reduce for hosts, which takes a minute; nothing is sent here.
 FIRST = """
@@ -52,6 +52,6 @@ def test_counts_of_messages_bytes_and_host_work(world: int) -> None:
         assert few[name]["bytes_intra"] == pytest.approx(volume.intra, rel=0.05), name
         assert few[name]["bytes_inter"] == pytest.approx(volume.inter, rel=0.05), name
         if torch.__version__.startswith(MEASURED_WITH[0]) and sys.version_info[:2] == MEASURED_WITH[1]:
-            # One more view for each parameter is 4 % more operators.
+            # One more view for each parameter is at least 3 % more operators.
             assert (few[name]["operators"], few[name]["calls"]) == pytest.approx(HOST_WORK[name], rel=0.02), name
         assert few[name]["groups"] == 1 + 64 // GROUP + GROUP  # DeepSpeed's, and a call for each list
