@@ -49,8 +49,8 @@ _SIDE_STREAMS = 2
 
 
 def outside_autograd(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate a function that autograd must not record, and whose tensors may be trained after an evaluation that has
-    made them. It enters no contexts where none are needed, since they take longer than the function of a small hop."""
+    """Decorate a function to run without autograd. Its tensors may be trained after an evaluation that has made them,
+    so it also leaves inference mode. Contexts are entered only if needed: they can take longer than the function."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
