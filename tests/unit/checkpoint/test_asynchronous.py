@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 import deepspeed_ext
 from deepspeed_ext.checkpoint import folder as folders
 from deepspeed_ext.checkpoint import residuals
+from deepspeed_ext.checkpoint.asynchronous import _FailingStep
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
 from deepspeed_ext.comm import host_channel
@@ -251,6 +252,14 @@ def faults_case(
     fail(faults[2], "destroy", run.engine.destroy)
     undisturbed.engine.destroy()
     return failures, losses, undisturbed.losses, changed, host_groups()
+
+
+@pytest.mark.quick
+def test_the_chosen_step_raises() -> None:
+    failing = _FailingStep()
+    assert not failing.begin()
+    failing.choose(mock.Mock(all_reduce_min=lambda step: step))
+    assert failing.begin()
 
 
 def test_two_engines_save_at_the_same_time(ranks: Any, tmp_path: Path) -> None:

@@ -3,14 +3,19 @@
 """Checkpoints of any strategy or stage, loaded by any other: unchanged if both shard equally, or as universal ones."""
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import LOSS_SCALER
 
+from deepspeed_ext.checkpoint import to_universal, universal
+from deepspeed_ext.zero.momentum import MOMENTUM
 from tests.harness import snapshots, training
 from tests.harness.snapshots import job_of, job_of_kind
 from tests.harness.tiers import by_strategies, deep
@@ -285,6 +290,21 @@ def interchange_case(
         assert all(torch.isfinite(item).all() for kind in results[1] for item in kind)
         rows.append(((saved, loaded, both, more), *apart))
     return rows
+
+
+@pytest.mark.quick
+def test_momentum_with_a_scale_is_told_from_momentum_without() -> None:
+    ones, flat, without = torch.ones(2), torch.zeros(2), torch.zeros(2)
+    for scale in (1.0, 8.0):
+        with pytest.raises(ValueError, match="loss scale or not") if scale > 1 else nullcontext():
+            state = {LOSS_SCALER: SimpleNamespace(cur_scale=scale)}
+            assert torch.equal(to_universal._momentum(state, {MOMENTUM: ones}, 2), ones)
+    for offload in (False, True):
+        inner = SimpleNamespace(state={flat: {MOMENTUM: ones.clone()}, without: {}})
+        stock = SimpleNamespace(loss_scale=8, optimizer=inner, offload_optimizer=offload)
+        stock.fp32_partitioned_groups_flat = [flat, without]
+        universal._convert_momentum_for_stock(stock, True, Path())
+        assert inner.state[flat][MOMENTUM].tolist() == [1.0 if offload else 8.0] * 2
 
 
 def test_stock_loads_saves_of_iig_with_their_sub_groups(ranks: Any, tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
+from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, GROUP_PADDINGS, SINGLE_PARTITION_OF_FP32_GROUPS
 
-from deepspeed_ext.zero.flat.states import OWN_ORDER, OWN_PARTITIONS, FlatStates
+from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.zero.flat.states import OWN_ORDER, OWN_PARTITIONS, FlatStates, _in_memory_order
 from tests.harness import saves, snapshots, training
 from tests.harness.tiers import deep
 
@@ -30,6 +32,18 @@ class EqualShapes(training.Network):
         super().__init__(*args)
         for parameter in self.parameters():
             parameter.requires_grad_(parameter.dim() == 2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("elastic", [True, False])
+def test_states_are_found_by_the_number_of_their_partition(elastic: bool) -> None:
+    layout = FlatLayout(4, 1, 2)
+    buffers: Any = [SimpleNamespace(number=n, striped=True, layout=layout, stock_layout=layout) for n in range(2)]
+    states = [{"exp_avg": torch.full((2,), n)} for n in range(2)]
+    numbered = {"state": dict(enumerate(states, 5)), "param_groups": [{"params": [5]}, {"params": [6]}]}
+    state = {BASE_OPTIMIZER_STATE: states if elastic else numbered, GROUP_PADDINGS: [0, 0]}
+    state[SINGLE_PARTITION_OF_FP32_GROUPS] = [torch.zeros(2)] * 2
+    assert _in_memory_order(buffers, state)[BASE_OPTIMIZER_STATE] == state[BASE_OPTIMIZER_STATE]
 
 
 def job_of(**config: Any) -> training.Job:

@@ -18,6 +18,8 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch.distributed import distributed_c10d
 
+from deepspeed_ext.pipeline import agreement
+from deepspeed_ext.strategy import STRATEGIES
 from tests.harness import pipelines
 from tests.harness.logs import logged
 from tests.harness.snapshots import error_of
@@ -48,6 +50,15 @@ def different_case() -> list[str]:
         )
         for second, number in DIFFERENT.values()
     ]
+
+
+@pytest.mark.quick
+def test_stages_that_exchange_shards_need_equal_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_gather", lambda module, text: [2, 2, 1, 1])
+    for name, tied, refused in (("NII", True, True), ("NIG", True, False), ("NII", False, False)):
+        optimizer: Any = mock.Mock(strategy=STRATEGIES[name], **{"topology.sizes.group_size": 2})
+        error = error_of(agreement.require_same_groups, None, optimizer, tied)
+        assert ("give the sizes 2 on ranks [0, 1], 1 on ranks [2, 3]" in error) == refused == bool(error)
 
 
 # Keys, the number of ranks, and what the error says.
