@@ -404,9 +404,7 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[st
 def test_unshared_disks_raise_an_error(ranks: Any, tmp_path: Path) -> None:
     for message, remaining in ranks(4).run(not_shared_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: rank 0 sees 3 files in ") and "expected 5" in message
-        assert "set checkpoint.use_node_local_storage to true" in message and "global_step1" not in remaining, (
-            remaining
-        )
+        assert "set checkpoint.use_node_local_storage to true" in message and "global_step1" not in remaining
 
 
 def not_shared_case(folder: str) -> tuple[str, list[str]]:

@@ -50,9 +50,7 @@ def test_files_of_a_lost_node_are_read_from_other_nodes(ranks: Any, tmp_path: Pa
         assert set(retained[0]) == set(retained[1])
         for present, files in enumerate(writers):
             own = [item for item in files if cut < 4 or (item.startswith("mp_rank") and "model" in item)]
-            assert all(files[item] // 2 == present for item in own if not any(kind in item for kind in crossing)), (
-                files
-            )
+            assert {files[item] // 2 for item in own if not any(kind in item for kind in crossing)} <= {present}
         if not experts:
             assert (sent > 100) == (cut == 4), "only states that no other group has cross"
         assert changed == {} and is_same and latest == "global_step1" and not again

@@ -28,19 +28,17 @@ from tests.harness.training import PARTITIONED, check
 
 @pytest.mark.quick
 def test_a_parameter_that_fills_a_bucket_is_sent_with_it() -> None:
-    reduction: Any = object.__new__(GradientReduction)
-    sent, bucket = list[int](), SimpleNamespace(params=[], elements=0, process_group=None)
+    sent, bucket = list[int](), mock.Mock(elements=0, process_group=None)
 
     def send(dtype: Any) -> None:
         sent.append(bucket.elements)
         bucket.elements = 0
 
-    reduction._context = mock.Mock(reduce_bucket=10)
-    reduction._micro_steps = SimpleNamespace(is_full=lambda bucket: bucket.elements == 10)
-    reduction._optimizer = mock.MagicMock(_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads=send)
-    reduction._optimizer.ipg_buckets.__getitem__.return_value = bucket
+    inner = mock.MagicMock(_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads=send)
+    inner.ipg_buckets.__getitem__.return_value = bucket
+    reduction = mock.Mock(_optimizer=inner, **{"_context.reduce_bucket": 10})
     for numel in (4, 6, 5, 6):
-        reduction._fill_bucket(SimpleNamespace(ds_numel=numel, ds_process_group=None))
+        GradientReduction._fill_bucket(reduction, mock.Mock(ds_numel=numel, ds_process_group=None))
     assert sent == [10, 5]
 
 

@@ -65,15 +65,8 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
     section = {**mixtures.SMALL, "leaf_module": {"classes": leaves}, **zero}
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": section,
-            "zero_allow_untested_optimizer": True,
-        },
-    )
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section, "zero_allow_untested_optimizer": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(2):
