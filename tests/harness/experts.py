@@ -38,17 +38,9 @@ class SmallMixtral(nn.Module):
         skip_before(transformers="5.0")  # whose mixtures DeepSpeed's AutoEP knows; it refuses those before
         mend_registry()
         super().__init__()
-        self.config = MixtralConfig(
-            vocab_size=3,
-            hidden_size=self.width,
-            intermediate_size=self.inner,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=self.key_heads,
-            num_local_experts=EXPERTS,
-            num_experts_per_tok=2,
-            attn_implementation="eager",
-        )
+        shape = {"vocab_size": 3, "hidden_size": self.width, "intermediate_size": self.inner, "num_hidden_layers": 2}
+        shape |= {"num_attention_heads": 2, "num_key_value_heads": self.key_heads, "num_experts_per_tok": 2}
+        self.config = MixtralConfig(**shape, num_local_experts=EXPERTS, attn_implementation="eager")
         wide = TOKENS * self.width
         self.layers = nn.ModuleList([nn.Linear(sizes[0], wide), nn.Linear(wide, sizes[-1])])
         self.model = MixtralModel(self.config)

@@ -29,18 +29,10 @@ CALLS = {  # what a save calls outside of DeepSpeed's collectives
     "fallocate": ("os", "posix_fallocate"),
 }
 TIMEOUT, SLOW = 10.0, 14.0  # seconds, of collectives and of a write
-FOREIGN = (
-    ".saved.saving/notes",
-    ".saved.replaced/notes",
-    "saved/.notes.replaced/notes",
-    "saved/.photos.saving/photo",
-    "saved/.latest.saving.txt",
-    "saved/.first.converting/notes",
-    "saved/.second.saving/notes",
-    f"memory/deepspeed_ext-{os.getuid()}-0123456789abcdef/1-0/notes",
-    f"memory/deepspeed_ext-{os.getuid()}-0123456789abcdef/.1-0.saving/notes",
-    "memory/deepspeed_ext-notes.txt",
-)
+FOREIGN = [f"saved/.{name}/notes" for name in ("notes.replaced", "photos.saving", "first.converting", "second.saving")]
+FOREIGN += [f"memory/deepspeed_ext-{os.getuid()}-0123456789abcdef/{name}/notes" for name in ("1-0", ".1-0.saving")]
+FOREIGN += [".saved.saving/notes", ".saved.replaced/notes", "saved/.latest.saving.txt"]
+FOREIGN.append("memory/deepspeed_ext-notes.txt")
 _DAYS_AGO = time.time() - 3 * 24 * 3600
 
 

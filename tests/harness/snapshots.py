@@ -47,17 +47,9 @@ class Buffered(training.Network):
 def job_of(dtype: str = "fp32", zero: dict[str, Any] | None = None, optimizer: str = "Adam", **more: Any) -> Any:
     """Two parameter groups, a frozen layer, a buffer, a scheduler; a loss scale that has changed."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 10}}
-    return training.Job(
-        dtype=dtype,
-        optimizer=optimizer,
-        groups=2,
-        frozen=(1,),
-        overflow=[(1, 1)] if dtype == "fp16" else [],
-        empty=False,
-        network=Buffered,
-        zero={**training.SMALL, **(zero or {})},
-        config={"scheduler": scheduler, **more},
-    )
+    same: dict[str, Any] = {"groups": 2, "frozen": (1,), "empty": False, "network": Buffered}
+    same |= {"zero": {**training.SMALL, **(zero or {})}, "config": {"scheduler": scheduler, **more}}
+    return training.Job(dtype=dtype, optimizer=optimizer, overflow=[(1, 1)] if dtype == "fp16" else [], **same)
 
 
 def job_of_kind(kind: str, dtype: str, **config: Any) -> Any:

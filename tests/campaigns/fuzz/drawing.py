@@ -63,18 +63,10 @@ def blocks(draw: Draw, stage: int, optimizer: str, of_experts: bool = False) -> 
 
 def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Event, ...]:
     """Before a step."""
-    possible = [
-        Event("evaluate"),
-        Event("look", draw(some.integers(0, 7))),
-        Event("save and load"),
-        Event("resume"),
-        Event("broken load", (draw(some.integers(0, 7)), draw(one_of("gone", "cut")))),
-        Event("rate", draw(one_of(0.5, 2.0))),
-        Event("states", draw(some.integers(0, 7))),
-        Event("export"),
-        Event("frozen", 0.5),
-        Event("restart"),
-    ]
+    possible = [Event("evaluate"), Event("look", draw(some.integers(0, 7))), Event("save and load"), Event("resume")]
+    possible.append(Event("broken load", (draw(some.integers(0, 7)), draw(one_of("gone", "cut")))))
+    possible += [Event("rate", draw(one_of(0.5, 2.0))), Event("states", draw(some.integers(0, 7)))]
+    possible += [Event("export"), Event("frozen", 0.5), Event("restart")]
     if not lossy:  # there, these have all updates travel whole
         possible += [Event("weights", 1.25), Event("second engine"), Event("write nothing", draw(some.integers(0, 7)))]
     if case["zero"]["paro_strategy"][0] == "N" and not lossy:

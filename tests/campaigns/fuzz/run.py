@@ -25,21 +25,11 @@ def job_of(case: Case) -> Job:
     def make(sizes: Any, checkpointing: Any, empty: bool) -> nn.Module:
         return Drawn(case)
 
+    same = ("empty", "accumulation", "dtype", "optimizer", "clipping", "groups", "backward", "boundary", "no_sync")
     return Job(
         sizes=networks.SQUARE if case.network else (case.inputs, case.outputs),
-        empty=case.empty,
-        accumulation=case.accumulation,
-        dtype=case.dtype,
-        optimizer=case.optimizer,
-        clipping=case.clipping,
-        groups=case.groups,
-        backward=case.backward,
-        boundary=case.boundary,
-        no_sync=case.no_sync,
-        tensor_parallel=case.tensor_parallel,
-        zero_init=case.zero_init,
         network=getattr(networks, case.network) if case.network else make,
-        config=case.config,
+        **{name: getattr(case, name) for name in (*same, "tensor_parallel", "zero_init", "config")},
     )
 
 

@@ -19,27 +19,12 @@ class Waits(NamedTuple):
 # In micro-steps 5 to 10 of each case, as counted on the simulated device; `--only T5 --device cpu` shows where. That
 # device does not see copies of a number to it, for which a GPU makes the host wait; these are as counted on one.
 # tests/unit/zero/test_device_waits.py compares them with stock DeepSpeed's.
-WAITS = {
-    "NNN": Waits(0, 6, 6),
-    "NNI": Waits(0, 6, 6),
-    "NNG": Waits(0, 6, 6),
-    "NII": Waits(0, 6, 6),
-    "NIG": Waits(0, 6, 6),
-    "NGG": Waits(0, 6, 6),
-    "INI": Waits(90, 3, 12),
-    "ING": Waits(90, 3, 18),
-    "III": Waits(156, 3, 12),
-    "IIG": Waits(156, 3, 18),
-    "IGG": Waits(156, 3, 18),
-    "GNG": Waits(90, 3, 9),
-    "GIG": Waits(156, 3, 9),
-    "GGG": Waits(156, 3, 9),
-    "IIG in four bits": Waits(156, 3, 18),
-    "IIG without the timer": Waits(156, 3, 18),
-    "IIG in four bits, monitored": Waits(156, 6, 18),
-    "NIG in fp16": Waits(0, 9, 9),
-    "IIG in fp16": Waits(156, 6, 21),
-}
+WAITS = dict.fromkeys(("NNN", "NNI", "NNG", "NII", "NIG", "NGG"), Waits(0, 6, 6))
+WAITS |= {"INI": Waits(90, 3, 12), "ING": Waits(90, 3, 18), "III": Waits(156, 3, 12), "GNG": Waits(90, 3, 9)}
+WAITS |= dict.fromkeys(("IIG", "IGG", "IIG in four bits", "IIG without the timer"), Waits(156, 3, 18))
+WAITS |= dict.fromkeys(("GIG", "GGG"), Waits(156, 3, 9))
+WAITS |= {"IIG in four bits, monitored": Waits(156, 6, 18)}
+WAITS |= {"NIG in fp16": Waits(0, 9, 9), "IIG in fp16": Waits(156, 6, 21)}
 
 
 def check(setup: Any, title: str, counts: dict[str, int]) -> None:

@@ -123,24 +123,11 @@ def _kinds(shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
     subnormal = torch.randint(-(2**23), 2**23, shape) * 2.0**-149
     if dtype == torch.float16:
         subnormal = torch.randint(-1023, 1024, shape) * 2.0**-24
-    return [
-        normal * 1e-3,
-        normal,
-        normal * torch.exp2(torch.randint(-140, 127, of_blocks).float()),
-        normal * 2.0**-120,
-        normal * (most / 8),
-        torch.zeros(shape),
-        sign * 0.0,
-        subnormal,
-        subnormal * 8,
-        torch.where(location, torch.nan, normal),
-        torch.where(location, torch.inf * sign, normal),
-        tie,
-        sign * most,
-        torch.rand(shape) * sign * most,
-        torch.where(location, sign * most, normal * 1e-20),
-        sign * 0.37,
-    ]
+    wide = normal * torch.exp2(torch.randint(-140, 127, of_blocks).float())
+    ordinary = [normal * 1e-3, normal, wide, normal * 2.0**-120, normal * (most / 8)]
+    special = [torch.where(location, value, normal) for value in (torch.nan, torch.inf * sign)]
+    large = [sign * most, torch.rand(shape) * sign * most, torch.where(location, sign * most, normal * 1e-20)]
+    return [*ordinary, torch.zeros(shape), sign * 0.0, subnormal, subnormal * 8, *special, tie, *large, sign * 0.37]
 
 
 def garbage(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 import deepspeed_ext
 from deepspeed_ext.checkpoint import folder as folders
 from deepspeed_ext.checkpoint import residuals
+from deepspeed_ext.checkpoint.asynchronous import _FailingStep
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
 from deepspeed_ext.comm import host_channel
@@ -75,10 +76,8 @@ def test_snapshots_reuse_host_memory(ranks: Any, names: tuple[str, ...]) -> None
     for rank, rows in enumerate(ranks(4).run(memory_case, names)):
         for name, retained, written, addresses, more in rows:
             wrote = {"N": 1, "I": 2, "G": 4}[name[2]] > rank  # others have replicas
-            assert retained[0] <= written <= 1.02 * retained[0] + 30_000 * wrote and (retained[0] > 0) == wrote, (
-                name,
-                retained,
-            )
+            assert retained[0] <= written <= 1.02 * retained[0] + 30_000 * wrote, (name, retained)
+            assert (retained[0] > 0) == wrote, (name, retained)
             assert retained == [retained[0]] * 3 and addresses == 1, (name, retained, addresses)
             provided = 4000 * (wrote and (rank == 0 or name[0] != "N"))  # in the file of weights, which not all have
             assert more == [retained[0] + provided, retained[0]], (name, retained, more)
@@ -200,10 +199,8 @@ def test_a_failed_save_raises_on_all_ranks(
         assert {failure.at for failure in failures} == {"step", "save", "load", "destroy"}
         for failure in failures:
             rank, expected_text = rank_of(failure.fault, name), FAULTS[failure.fault][-1]
-            assert (
-                failure.message.startswith("SaveFailed: the asynchronous save of the checkpoint ")
-                and failure.untouched
-            ), failure
+            assert failure.message.startswith("SaveFailed: the asynchronous save of the checkpoint "), failure
+            assert failure.untouched, failure
             assert f"rank {rank}: " in failure.message and expected_text in failure.message, failure
         assert losses == undisturbed and changed == {} and groups == 0, (losses, undisturbed, changed, groups)
 
@@ -251,6 +248,14 @@ def faults_case(
     fail(faults[2], "destroy", run.engine.destroy)
     undisturbed.engine.destroy()
     return failures, losses, undisturbed.losses, changed, host_groups()
+
+
+@pytest.mark.quick
+def test_the_chosen_step_raises() -> None:
+    failing = _FailingStep()
+    assert not failing.begin()
+    failing.choose(mock.Mock(all_reduce_min=lambda step: step))
+    assert failing.begin()
 
 
 def test_two_engines_save_at_the_same_time(ranks: Any, tmp_path: Path) -> None:

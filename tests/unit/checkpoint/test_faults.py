@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,12 @@ from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheck
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
-from deepspeed_ext.checkpoint import commit
+from deepspeed_ext.checkpoint import commit, experts
 from deepspeed_ext.checkpoint import folder as folders
 from deepspeed_ext.checkpoint.files import CheckpointFiles, wrap
 from deepspeed_ext.strategy import hyphenate
+from deepspeed_ext.zero import checkpoint_ranks
+from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from tests.harness import snapshots, training
 from tests.harness.kills import Kill
 from tests.harness.kills import run as run_kill
@@ -401,9 +404,7 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[st
 def test_unshared_disks_raise_an_error(ranks: Any, tmp_path: Path) -> None:
     for message, remaining in ranks(4).run(not_shared_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: rank 0 sees 3 files in ") and "expected 5" in message
-        assert "set checkpoint.use_node_local_storage to true" in message and "global_step1" not in remaining, (
-            remaining
-        )
+        assert "set checkpoint.use_node_local_storage to true" in message and "global_step1" not in remaining
 
 
 def not_shared_case(folder: str) -> tuple[str, list[str]]:
@@ -416,6 +417,24 @@ def not_shared_case(folder: str) -> tuple[str, list[str]]:
         message = error_of(engine.save_checkpoint, disk)
     engine.destroy()
     return message, sorted(path.name for path in Path(folder, "node0").iterdir())
+
+
+@pytest.mark.quick
+def test_each_rank_expects_its_experts_and_its_writers_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two ranks with two experts each, and the ranks that have the same states as the first two."""
+    monkeypatch.setattr(experts, "_expert_group_name", lambda module: "pairs")
+    monkeypatch.setattr(experts.groups, "_get_expert_parallel_rank", lambda family: 1)
+    layer, engine = SimpleNamespace(num_local_experts=2, experts=torch.nn.Linear(3, 5)), mock.Mock()
+    engine.zero_optimization_partition_weights.return_value = False
+    engine.module.named_modules.return_value = [("mixture", layer)]
+    engine._get_expert_ckpt_name = lambda folder, number, expert, *_, **__: str(expert)
+    files = dict(experts.expert_files(engine, "", "tag"))
+    assert files["3"]["mixture.experts.weight.3"] == (3,) and list(files) == ["2", "3"]
+    writers: Any = object.__new__(CheckpointWriters)
+    writers._world, writers._group = "all", "two"
+    monkeypatch.setattr(checkpoint_ranks, "data_parallel_ranks", lambda group: [1, 3, 5, 7])
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    assert writers.ranks_of_writer([5, 7, 1]) == [1, 3, 1]
 
 
 def test_other_checkpoint_writers_are_not_replaced(ranks: Any) -> None:

@@ -8,6 +8,7 @@ A node is a group of two ranks with a folder of its own.
 import dataclasses
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import torch
 from deepspeed import comm as dist
 
 import deepspeed_ext
-from deepspeed_ext.checkpoint import in_memory, memory_folder
+from deepspeed_ext.checkpoint import commit, in_memory, memory_folder, memory_restore
 from deepspeed_ext.checkpoint.loading import _warn_if_older
 from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
 from deepspeed_ext.comm.agreement import broadcast_text
@@ -49,9 +50,7 @@ def test_files_of_a_lost_node_are_read_from_other_nodes(ranks: Any, tmp_path: Pa
         assert set(retained[0]) == set(retained[1])
         for present, files in enumerate(writers):
             own = [item for item in files if cut < 4 or (item.startswith("mp_rank") and "model" in item)]
-            assert all(files[item] // 2 == present for item in own if not any(kind in item for kind in crossing)), (
-                files
-            )
+            assert {files[item] // 2 for item in own if not any(kind in item for kind in crossing)} <= {present}
         if not experts:
             assert (sent > 100) == (cut == 4), "only states that no other group has cross"
         assert changed == {} and is_same and latest == "global_step1" and not again
@@ -94,7 +93,7 @@ def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
 
 # What happens to the last of three saves, to disk and twice in memory; which one is loaded, and what is said of it.
 CASES = {
-    "": ("3", "", "resuming 3 from a save in memory of step 3, "),
+    "": ("3", "", "resuming 3 from a save in memory of step 2, .*; the last checkpoint on disk is of step 0"),
     "torn": ("2", "", "of 3 lacks 4 of 8 files"),
     "failed": ("2", "no room here", "resuming 2 from a save in memory"),
     "run": ("", "", "ignoring the saves in memory of another run in "),  # which stay
@@ -128,7 +127,8 @@ def test_the_newest_complete_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
         for case, (loaded, error, warning) in CASES.items():
             assert results[case][0] == loaded, (case, results[case])
             assert error in results[case][1] and bool(error) == bool(results[case][1]), (case, results[case])
-            assert warning in results[case][2] and bool(warning) == bool(results[case][2]), (case, results[case])
+            said = results[case][2]
+            assert re.search(warning, said) and bool(warning) == bool(said), (case, results[case])
 
 
 def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
@@ -148,6 +148,12 @@ def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
             engine.destroy()
             job = dataclasses.replace(job, sizes=(13, 36, 29, 7))
             engine, _ = training.make_engine(job, training.placed("IIG"))
+        if not case:
+            saves = {path.name.split("-")[0] for path in Path(base).glob("node*/*/[0-9]*")}
+            assert len(saves) == 1, "earlier saves stay in memory"
+            # What some ranks wrote cannot be seen: nothing is lost.
+            with mock.patch.object(memory_restore, "_copy"), mock.patch.multiple(commit, _POLLS=1, time=mock.DEFAULT):
+                assert not tag_of_a_load(engine, folder)
         with logs.logged() as lines:
             tag = tag_of_a_load(engine, folder)
         warnings = [text for level, text in lines if level == "WARNING" and "in memory" in text]
@@ -166,10 +172,9 @@ def tag_of_a_load(engine: Any, folder: str) -> str:
 
 
 def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
-    """A step and a save, three times. The error of a save in memory."""
+    """A save and a step, three times. The error of a save in memory."""
     error = ""
     for tag in ("1", "2", "3"):
-        snapshots.run(engine, job, snapshots.steps_of(job, 1))
         if tag == "1":
             engine.save_checkpoint(folder, tag)
         elif tag == "3" and what == "old":
@@ -180,6 +185,7 @@ def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
             with mock.patch.object(in_memory, "_create_mapped_file", side_effect=room):  # for the copies that it gets
                 error = snapshots.error_of(deepspeed_ext.save_in_memory, engine, folder, tag)
                 error = snapshots.error_of(engine.checkpoint_engine.finish) or error
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
     return error
 
 
@@ -262,6 +268,8 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
     dist.barrier()
     shards = Path(base).glob(f"deepspeed_ext*/*-{rank}/*optim_states.pt")
     retained = sorted(int(path.name.split("_")[3]) for path in shards)
+    parts = (json.loads(path.read_text())["part"] for path in Path(base).glob("*/*/manifest.json"))
+    assert all(abs(Part.from_json(part).save.time - time.time()) < 3600 for part in parts)
     sizes = {key: size for item in retained for key, size in rows[0][item, 2:].view(-1, 2).tolist()}
     with mock.patch.object(MemoryFolder, "free_bytes", 1000):
         message = snapshots.error_of(deepspeed_ext.save_in_memory, engine, f"{base}/saved", "full")

@@ -3,14 +3,20 @@
 """Checkpoints of any strategy or stage, loaded by any other: unchanged if both shard equally, or as universal ones."""
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import LOSS_SCALER
 
+from deepspeed_ext.checkpoint import to_universal, universal
+from deepspeed_ext.zero.momentum import MOMENTUM
 from tests.harness import snapshots, training
 from tests.harness.snapshots import job_of, job_of_kind
 from tests.harness.tiers import by_strategies, deep
@@ -182,20 +188,11 @@ def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tu
 
 # (optimizer, saved by, on ranks, loaded by, on ranks); groups of 2. With os = I a group holds all states, whatever the
 # number of groups; with os = G strategies with p = N, and those with p sharded, and DeepSpeed's, load each other's.
-ALIKE = [
-    ("Adam", "2", 4, "NIG", 4),
-    ("Adam", "3", 4, "IIG", 4),
-    ("Adam", "III", 4, "INI", 2),
-    ("Muon", "GNG", 4, "IIG", 4),
-    *deep(("Adam", "3", 2, "III", 4), ("Adam", "NNN", 4, "NNN", 2)),
-    *deep(("Adam", "NNG", 4, "1", 4), ("Adam", "GGG", 4, "ING", 4), ("Adam", "2", 2, "NII", 4)),
-    *deep(
-        ("Muon", "NII", 4, "NNI", 2),
-        ("Adam", "INI", 6, "III", 4),
-        ("Adam", "NII", 4, "NNI", 6),
-        ("Muon", "III", 4, "INI", 6),
-    ),
-]
+ALIKE = [("Adam", "2", 4, "NIG", 4), ("Adam", "3", 4, "IIG", 4), ("Adam", "III", 4, "INI", 2)]
+ALIKE += [("Muon", "GNG", 4, "IIG", 4), *deep(("Adam", "3", 2, "III", 4), ("Adam", "NNN", 4, "NNN", 2))]
+ALIKE += deep(("Adam", "NNG", 4, "1", 4), ("Adam", "GGG", 4, "ING", 4), ("Adam", "2", 2, "NII", 4))
+ALIKE += deep(("Muon", "NII", 4, "NNI", 2), ("Adam", "INI", 6, "III", 4), ("Adam", "NII", 4, "NNI", 6))
+ALIKE += deep(("Muon", "III", 4, "INI", 6))
 
 
 @pytest.mark.parametrize("optimizer, saved, ranks_before, loaded, ranks_after", ALIKE)
@@ -275,16 +272,26 @@ def interchange_case(
             kinds = ("model", "momentum_buffer")
             results.append([[item for key, item in observed.items() if key.endswith(kind)] for kind in kinds])
             engine.destroy()
-        apart = [
-            max(
-                (((item - two).abs().max() / two.abs().max()).item() for item, two in zip(*pair, strict=True)),
-                default=0.0,
-            )
-            for pair in zip(*results, strict=True)
-        ]
+        both_runs = [zip(*kind, strict=True) for kind in zip(*results, strict=True)]
+        apart = [max(((a - b).abs().max() / b.abs().max() for a, b in kind), default=0.0) for kind in both_runs]
         assert all(torch.isfinite(item).all() for kind in results[1] for item in kind)
-        rows.append(((saved, loaded, both, more), *apart))
+        rows.append(((saved, loaded, both, more), *map(float, apart)))
     return rows
+
+
+@pytest.mark.quick
+def test_momentum_with_a_scale_is_told_from_momentum_without() -> None:
+    ones, flat, without = torch.ones(2), torch.zeros(2), torch.zeros(2)
+    for scale, refused in ((1.0, nullcontext()), (8.0, pytest.raises(ValueError, match="loss scale or not"))):
+        with refused:
+            state = {LOSS_SCALER: SimpleNamespace(cur_scale=scale)}
+            assert torch.equal(to_universal._momentum(state, {MOMENTUM: ones}, 2), ones)
+    for offload, factor in ((False, 8.0), (True, 1.0)):
+        states = {flat: {MOMENTUM: ones.clone()}, without: {}}
+        stock = mock.Mock(loss_scale=8, offload_optimizer=offload, fp32_partitioned_groups_flat=[flat, without])
+        stock.optimizer.state, stock.muon_momentum_buffer_partitioned_groups_flat = states, {}
+        universal._convert_momentum_for_stock(stock, True, Path())
+        assert torch.equal(states[flat][MOMENTUM], factor * ones)
 
 
 def test_stock_loads_saves_of_iig_with_their_sub_groups(ranks: Any, tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
+from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, GROUP_PADDINGS, SINGLE_PARTITION_OF_FP32_GROUPS
 
-from deepspeed_ext.zero.flat.states import OWN_ORDER, OWN_PARTITIONS, FlatStates
+from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.zero.flat.states import OWN_ORDER, OWN_PARTITIONS, FlatStates, _in_memory_order
 from tests.harness import saves, snapshots, training
 from tests.harness.tiers import deep
 
@@ -30,6 +32,15 @@ class EqualShapes(training.Network):
         super().__init__(*args)
         for parameter in self.parameters():
             parameter.requires_grad_(parameter.dim() == 2)
+
+
+@pytest.mark.quick
+def test_states_of_elastic_saves_are_found_by_their_group() -> None:
+    layout = FlatLayout(4, 1, 2)
+    buffer: Any = SimpleNamespace(number=1, striped=True, layout=layout, stock_layout=layout)
+    state = {BASE_OPTIMIZER_STATE: [{}, {"exp_avg": torch.ones(2)}], GROUP_PADDINGS: [0, 0]}
+    state[SINGLE_PARTITION_OF_FP32_GROUPS] = [torch.zeros(2)] * 2
+    assert _in_memory_order([buffer], state)[BASE_OPTIMIZER_STATE] == state[BASE_OPTIMIZER_STATE]
 
 
 def job_of(**config: Any) -> training.Job:

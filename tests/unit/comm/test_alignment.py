@@ -31,9 +31,8 @@ def test_rows_are_padded_to_16_elements(windows: list[tuple[int, int]]) -> None:
     pieces = [row[:, start : start + width] for start, width in windows]
     padded, concatenated = align_rows(pieces, torch.float32, "cpu", 16), torch.cat(pieces, dim=1)
     assert padded.is_contiguous() and not padded.storage_offset() % 16 and padded.shape == (1, 32)
-    assert (
-        torch.equal(padded[:, : concatenated.shape[1]], concatenated) and not padded[:, concatenated.shape[1] :].any()
-    )
+    data, padding = padded.tensor_split([concatenated.shape[1]], dim=1)
+    assert torch.equal(data, concatenated) and not padding.any()
     assert (padded.data_ptr() == row.data_ptr()) == (windows == [(0, 32)])  # a view where that can be
 
 

@@ -112,33 +112,18 @@ def ordered_hop() -> ReduceHop:
 def hops_case() -> list[list[tuple[str, list[float], list[float], list[float]]]]:
     """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
     group, rank = dist.get_world_group(), dist.get_rank()
-    hops = [
-        AllToAllReduce(group),
-        NativeReduce(group),
-        AllReduceReduce(group),
-        make_reduce(group, "hop"),
-        ordered_hop(),
-    ]
-    assert (
-        type(hops[3]) is type(hops[4]) is AllToAllReduce
-        and type(make_reduce(group, "hop", reduce_scatter=False)) is AllReduceReduce
-    )
+    hops = [AllToAllReduce(group), NativeReduce(group), AllReduceReduce(group), make_reduce(group, "hop")]
+    hops.append(ordered_hop())
+    assert type(hops[3]) is type(hops[4]) is AllToAllReduce
+    assert type(make_reduce(group, "hop", reduce_scatter=False)) is AllReduceReduce
 
-    def data(size: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.float32) + rank
+    def sums(hop: Any, splits: list[int], numel: int) -> Any:
+        data, scattered = (torch.arange(size, dtype=torch.float32) + rank for size in (numel, sum(splits)))
+        gathered = hop.gather_sums(torch.full((splits[0],), float(rank)))
+        moves = (hop.reduce_scatter(scattered, splits), hop.all_reduce(data), gathered)
+        return type(hop).__name__, *map(result, moves)
 
-    return [
-        [
-            (
-                type(hop).__name__,
-                result(hop.reduce_scatter(data(sum(splits)), splits)),
-                result(hop.all_reduce(data(numel))),
-                result(hop.gather_sums(torch.full((splits[0],), float(rank)))),
-            )
-            for hop in hops
-        ]
-        for splits, numel in SIZES
-    ]
+    return [[sums(hop, *sizes) for hop in hops] for sizes in SIZES]
 
 
 @pytest.mark.parametrize("as_on_nccl", [False, True])

@@ -82,9 +82,8 @@ def test_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: st.D
     where = positions(layout)
     message, expected = [], []
     for col, column in enumerate(plan.columns):
-        assert [row for rows in column for row in range(rows.first, rows.first + rows.times)] == sorted(
-            {row for rows in column for row in range(rows.first, rows.first + rows.times)}
-        )
+        numbers = [row for rows in column for row in range(rows.first, rows.first + rows.times)]
+        assert numbers == sorted(set(numbers))
         of_groups = plan.rows_of(col, layout.rows)
         for row, part in enumerate(of_groups):
             for span in part:

@@ -17,6 +17,7 @@ from deepspeed_ext.comm.layout import FlatLayout, plan_bucket
 from deepspeed_ext.comm.packing import concat_padded as join
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
+from deepspeed_ext.comm.relayout import Relayout
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.strategy import Placement
 from tests.harness.transfers import Handle, result
@@ -90,6 +91,15 @@ def test_packing_by_pieces_equals_packing_by_rows(target: Placement, multiple: i
             packed += [reduction.pack_bucket(inputs, plan, target) for inputs in (tensors, [torch.cat(tensors)])]
     assert all(torch.equal(packed[0], bucket) for bucket in packed[1:])
     assert packed[0].sum().item() == pytest.approx(torch.cat(tensors).sum().item(), abs=1e-3)
+
+
+def test_a_rank_with_padding_only_sends_nothing(ranks: Any) -> None:
+    assert ranks(2).run(padding_case) == [[1.0], [0.0]]
+
+
+def padding_case() -> list[float]:
+    layout = FlatLayout(1, 1, 2)
+    return Relayout(layout, layout, get_topology(None, 2).world).exchange(torch.ones(1)).tolist()
 
 
 def test_gathers_use_hops_of_their_placements(ranks: Any) -> None:

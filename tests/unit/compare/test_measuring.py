@@ -159,6 +159,14 @@ def test_a_turn_survives_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert current_run_spec() is None
 
 
+@pytest.mark.quick
+def test_the_first_rank_of_a_node_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for local in "10":
+        monkeypatch.setenv("LOCAL_RANK", local)
+        Measurement(RunSpec(STEPS, WARM_UP, str(tmp_path / local))).write_unfinished()
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
 class Event:
     """An event of a device on which a step takes 50 ms, whatever the host does."""
 

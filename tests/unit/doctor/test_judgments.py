@@ -206,10 +206,11 @@ def test_a_kernel_with_a_wrong_bit_is_named(kernels: bool, name: str, position: 
     (judged,) = self_test.differing_operators(operators(name, position), "cpu")
     assert judged.startswith(name)
     assert "error feedback" in judged or position != 3 or name == "lossless_pack"
-    answer = {"device": "cpu", "kernels": True, "wrong": [judged]}
+    answer = {"device": "cpu", "kernels": True, "wrong": [judged, "another (too)"]}
     good = {"device": "cpu", "kernels": True, "wrong": []}
     bad, fine = self_test.judge({0: good, 1: answer}, launch("ab"))
-    assert bad.level == Level.WRONG and name in bad.found and "rank 1 (b)" in bad.found
+    assert bad.level == Level.WRONG and bad.subject == judged.split(" (")[0] and bad.found.endswith("another (too)")
+    assert name in bad.found and "rank 1 (b)" in bad.found
     assert fine.level == Level.OK and "rank 0" in fine.found
 
 

@@ -7,12 +7,15 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from deepspeed import comm as dist
+from deepspeed.utils import logger
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -76,7 +79,8 @@ def failing_case() -> tuple[list[Any], bool]:
 
 def test_nodes_are_measured_over_process_groups(ranks: Any) -> None:
     """Two groups of two ranks on one host, through all that communicates, and the clocks."""
-    first, *_ = ranks(4).run(measuring_case)
+    (first, _), *_ = measured = ranks(4).run(measuring_case)
+    assert [others for _, others in measured] == [{1, 2}, {3}, {3}, set()]
     levels = {title: level for title, level, _ in first}
     levels.pop("nodes and links")  # messages are tiny here, so that times are noise
     assert levels == dict.fromkeys(("process groups", "links", "clocks"), "ok")
@@ -84,18 +88,19 @@ def test_nodes_are_measured_over_process_groups(ranks: Any) -> None:
     assert "1 of 1 round(s) of disjoint pairs, 1 pair(s) of nodes" in text and "of 2 node(s)" in text
 
 
-def measuring_case() -> list[tuple[str, str, str]]:
-    """Title, worst level and findings of each check."""
+def measuring_case() -> tuple[list[tuple[str, str, str]], set[int]]:
+    """Title, worst level and findings of each check; and the other rank of each pair that this rank reports."""
     store = PrefixStore("doctor", _get_default_store())
     launch = Launch(dist.get_rank(), dist.get_rank(), ["a"] * 4, Options(timeout=60, group_size=2), store=store)
     with mock.patch.object(probe, "SIZES", (2**12, 2**14)), mock.patch.object(links, "SIZES", (2**12, 2**14)):
         collective = {"process groups": links.PROCESS_GROUPS, "links": links.LINKS}
         collective |= {"nodes and links": links.PAIRS, "clocks": links.CLOCKS}
         run_checks(launch, collective, report := Report())
+        reported = {other for rank, other, *_ in links.PAIRS.examine(launch) if rank == launch.rank}
     return [
         (finding.title, worst_level([finding]).word, " ".join(finding.found for finding in finding.findings))
         for finding in report.sections
-    ]
+    ], reported
 
 
 MISSING = r"ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:.*: rank 0. Check that the laun"
@@ -117,6 +122,20 @@ def test_ranks_that_do_not_come_are_named(given: dict[str, str], said: str) -> N
     with pytest.raises(RendezvousError, match=said):
         connect({name: value for name, value in given.items() if value}, Options(timeout=1.0))
     assert connect({}, Options()).world == 1  # a rank alone
+
+
+@pytest.mark.quick
+def test_all_ranks_meet_at_the_doctors_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rank 0 has found none missing; and a hang is reported before a watchdog ends the process."""
+    form = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(torch.distributed, "init_process_group", form)
+    monkeypatch.setattr(logger, "setLevel", mock.Mock())
+    store = HashStore()
+    with pytest.raises(InterruptedError):
+        links.PROCESS_GROUPS.examine(Launch(1, 0, ["a", "b"], Options(timeout=7), store=store))
+    given = form.call_args.kwargs
+    assert (given["rank"], given["world_size"], given["timeout"]) == (1, 2, timedelta(seconds=7))
+    assert given["store"].underlying_store is store
 
 
 @pytest.mark.quick

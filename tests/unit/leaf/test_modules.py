@@ -260,17 +260,18 @@ def test_leaf_command(
         "import torch\nfrom tests.harness import mixtures\n"
         "def model(): return mixtures.Nested((13, 7))\ndef batch(): return (torch.randn(3, 13),)\n"
     )
-    command = ["deepspeed_ext", "leaf-modules", "--model", "maker:model"]
+    command, model = ["deepspeed_ext", "leaf-modules"], ["--model", "maker:model"]
     tight = ["--prefetch-bucket-size", "0", "--max-reuse-distance", "0", "--param-persistence-threshold", "0"]
-    (out,) = ranks(1).run(command_case, str(tmp_path), [*command, "--batch", "maker:batch", *tight])
+    (out,) = ranks(1).run(command_case, str(tmp_path), [*command, *model, "--batch", "maker:batch", *tight])
     assert re.search(r"Pair +2 +500 +50 +6,000  as one", out), out
     predicted = int(re.findall(r"at most (\d+) predicted", out)[0])
     hooks, after = re.findall(r"hooks (\d+),", out), re.findall(r"(\d+) after", out)
     assert predicted == 500 and hooks == after, out
     assert "gathered at a time at most 500" in out, out
     refused = (
-        (["--bytes", "7"], "needs 2,040, got 7"),
-        (["--bytes", "7", "--threshold", "9"], "both choose leaf modules"),
+        ([], "the following arguments are required: --model"),
+        ([*model, "--bytes", "7"], "needs 2,040, got 7"),
+        ([*model, "--bytes", "7", "--threshold", "9"], "both choose leaf modules"),
         (["--model", "nothing"], "expected PACKAGE.MODULE:FUNCTION, got 'nothing'"),
         (["--model", "maker:none"], "'maker:none' cannot be imported"),
     )

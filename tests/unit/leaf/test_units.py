@@ -25,6 +25,23 @@ from tests.harness.mixtures import AUTO, CHUNKS, SMALL, job_of
 from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, check
 
+
+@pytest.mark.quick
+def test_a_parameter_that_fills_a_bucket_is_sent_with_it() -> None:
+    sent, bucket = list[int](), mock.Mock(elements=0, process_group=None)
+
+    def send(dtype: Any) -> None:
+        sent.append(bucket.elements)
+        bucket.elements = 0
+
+    inner = mock.MagicMock(_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads=send)
+    inner.ipg_buckets.__getitem__.return_value = bucket
+    reduction = mock.Mock(_optimizer=inner, **{"_context.reduce_bucket": 10})
+    for numel in (4, 6, 5, 6):
+        GradientReduction._fill_bucket(reduction, mock.Mock(ds_numel=numel, ds_process_group=None))
+    assert sent == [10, 5]
+
+
 BLOCKS = {"stage3_leaf_bytes": 22_000}  # blocks of experts fit, and layers do not
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.leaf.modules import Settings, choose, expert_bytes
 from deepspeed_ext.leaf.setup import LiveLimits, _least_bytes, predicted_live, summaries
-from deepspeed_ext.leaf.windows import windowed_modules
+from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from tests.harness import mixtures, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.mixtures import WINDOWS, job_of
@@ -65,15 +65,8 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
     section = {**mixtures.SMALL, "leaf_module": {"classes": leaves}, **zero}
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": section,
-            "zero_allow_untested_optimizer": True,
-        },
-    )
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section, "zero_allow_untested_optimizer": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(2):
@@ -97,6 +90,17 @@ def off(run: tuple[list[float], Any, Any], expected: tuple[list[float], Any, Any
 def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
     """Return the windows of each module that has windows."""
     return [windowed.windows for windowed in windowed_modules(engine.module)]
+
+
+@pytest.mark.quick
+def test_recomputed_windows_need_the_gradients_of_their_inputs() -> None:
+    """A frozen router gives weights that need none."""
+    module, state = mock.Mock(params=()), mock.Mock(tokens=[0], weights=[])
+    module._in_order.return_value = [(0, state)]
+    for needs in ((True, False), (False, True)):
+        hidden, routing, none = torch.zeros(1), torch.zeros(1), torch.zeros(0)
+        WindowedModule.run_backward(module, none, hidden, none, routing, None, needs_grads=needs)
+        assert (hidden.requires_grad, routing.requires_grad) == needs
 
 
 @since(transformers="5.0")  # the first to pack experts

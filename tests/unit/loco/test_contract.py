@@ -312,6 +312,5 @@ def test_sample_measures_relative_error_of_a_message() -> None:
             arrived = sender.send(gradient)
             sample.record_error(quantizer_input, sender.wire, width, sender.packing)
         compensated = gradient + before
-        assert sample.relative_error == pytest.approx(
-            ((compensated - arrived).norm() / compensated.norm()).item(), rel=0.1
-        )
+        expected = ((compensated - arrived).norm() / compensated.norm()).item()
+        assert sample.relative_error == pytest.approx(expected, rel=0.1)

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.model_bytes import measure_state_bytes
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from deepspeed_ext.zero.micro_steps import MicroSteps
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import pipelines
 from tests.harness.tiers import deep
@@ -125,6 +126,14 @@ def exchanges() -> Iterator[list[tuple[str, int]]]:
         mock.patch.object(collectives, "pairwise_all_to_all", note_pairwise),
     ):
         yield messages
+
+
+@pytest.mark.quick
+def test_only_the_backward_before_a_flush_is_the_last() -> None:
+    steps = MicroSteps(mock.Mock(), mock.Mock(_backward_active_depth=0))
+    with steps.before_flush(True):
+        assert steps.is_last
+    assert not steps.is_last
 
 
 def test_groups_reduce_once_per_step_and_buckets_overlap(ranks: Any) -> None:

@@ -18,6 +18,8 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch.distributed import distributed_c10d
 
+from deepspeed_ext.pipeline import agreement
+from deepspeed_ext.strategy import STRATEGIES
 from tests.harness import pipelines
 from tests.harness.logs import logged
 from tests.harness.snapshots import error_of
@@ -40,14 +42,17 @@ def test_stages_with_different_configurations_are_refused(ranks: Any) -> None:
 
 def different_case() -> list[str]:
     """Return errors of pipelines whose second stage has another section or another number of micro-batches."""
-    return [
-        error_of(
-            pipelines.make_pipeline,
-            pipelines.Pipe(micro_batches=2 if dist.get_rank() < 2 else number),
-            NIG if dist.get_rank() < 2 else second,
-        )
-        for second, number in DIFFERENT.values()
-    ]
+    given = [(NIG, 2) if dist.get_rank() < 2 else second for second in DIFFERENT.values()]
+    return [error_of(pipelines.make_pipeline, pipelines.Pipe(micro_batches=number), zero) for zero, number in given]
+
+
+@pytest.mark.quick
+def test_stages_that_exchange_shards_need_equal_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_gather", lambda module, text: [2, 2, 1, 1])
+    for name, tied, refused in (("NII", True, True), ("NIG", True, False), ("NII", False, False)):
+        optimizer: Any = mock.Mock(strategy=STRATEGIES[name], **{"topology.sizes.group_size": 2})
+        error = error_of(agreement.require_same_groups, None, optimizer, tied)
+        assert ("give the sizes 2 on ranks [0, 1], 1 on ranks [2, 3]" in error) == refused == bool(error)
 
 
 # Keys, the number of ranks, and what the error says.
@@ -90,9 +95,7 @@ def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:
         assert "NorMuon needs whole matrices, but a rank has shards of them. Use DeepSpeed's" in message, message
     assert ranks(4).run(muon_case, "DeepSpeed's") == [""] * 4
     for message in ranks(4).run(experts_case, 3):
-        assert (
-            "a pipeline saves the weights of each layer to a file, which cannot contain sharded experts" in message
-        ), message
+        assert "the weights of each layer to a file, which cannot contain sharded experts" in message, message
     assert ranks(4).run(experts_case, 2) == [""] * 4
     for message in ranks(4).run(experts_case, 2, 1):
         assert "expert-parallel sizes of MoE layers: [1] on ranks [0, 1], [] on ranks [2, 3]" in message, message
@@ -157,11 +160,8 @@ def test_the_log_explains_one_data_parallel_rank_per_node(ranks: Any) -> None:
     lines = ranks(4).run(layout_case)[0]
     warnings = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
     assert len(warnings) == 1, lines
-    assert (
-        "ranks [0, 2]" in warnings[0]
-        and "N-I-G is ZeRO-1 here" in warnings[0]
-        and "PipeDataParallelTopology" in warnings[0]
-    )
+    expected = ("ranks [0, 2]", "N-I-G is ZeRO-1 here", "PipeDataParallelTopology")
+    assert all(words in warnings[0] for words in expected)
 
 
 def layout_case() -> list[tuple[str, str]]:

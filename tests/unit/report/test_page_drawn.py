@@ -101,9 +101,8 @@ def test_figures_are_drawn_at_their_size(looked: tuple[dict[str, Any], list[str]
     page, report = looked[0]["IIG-1280"], reports.report("IIG")
     measured, predicted = page["parts"]
     seconds = [row["seconds"] for row in report["parts"]]
-    assert [width / sum(measured) for width in measured] == pytest.approx(
-        [one / sum(seconds) for one in seconds], abs=0.005
-    )
+    expected = [one / sum(seconds) for one in seconds]
+    assert [width / sum(measured) for width in measured] == pytest.approx(expected, abs=0.005)
     assert sum(predicted) < sum(measured)
     assert page["spans"] == [sum(len(lane["spans"]) for lane in one["lanes"]) for one in report["timelines"]]
     assert all(colors > 8 for colors in page["colors"])

@@ -6,6 +6,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -69,6 +70,14 @@ def start_engine(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool
 
     micro_step(True)
     return engine, micro_step
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype, each", [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_parameters_have_the_size_of_the_trained_dtype(dtype: torch.dtype, each: int) -> None:
+    config = SimpleNamespace(zero_config=SimpleNamespace(offload_param=None, offload_optimizer=None))
+    engine: Any = SimpleNamespace(_config=config, get_data_types=lambda: (dtype, torch.float32))
+    assert model_bytes.states_on_device(engine, [torch.nn.Parameter(torch.zeros(10))]).parameters == 10 * each
 
 
 @pytest.mark.parametrize(

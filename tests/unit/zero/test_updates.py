@@ -124,6 +124,7 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
         ),
         "stack_module_state": lambda: values(stack_module_state([last])[0].values()),
         "a parametrization made later": parametrized,
+        "popped": lambda: values([last._parameters.setdefault("weight", last._parameters.pop("weight"))]),
         "deepcopy": lambda: values(copy.deepcopy(last).parameters()),
         "stale, kept from before": lambda: values(kept),
         "stale, of the optimizer": lambda: values(one for group in engine.optimizer.bit16_groups for one in group),
