@@ -125,8 +125,8 @@ class Run:
                     self.engine.step()
         self.engine.step()
 
-    def steps_until_one_raises(self, most: int = 50) -> None:
-        """Take at most this number of steps."""
+    def steps_until_one_raises(self, most: int = 500) -> None:
+        """Take at most this number of steps, which under load may take less time than a save."""
         for _ in range(most):
             self.step()
 
