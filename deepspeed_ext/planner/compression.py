@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from deepspeed_ext.config.settings import EXACT, LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import EXACT, ORDERED, ORDERED_LEVELS, LocoSettings, UpdateSettings
 from deepspeed_ext.strategy import Direction, GroupSizes, Phase, Placement, Strategy, Volume
 
 BITS = 8
@@ -47,6 +47,10 @@ class Compression:
         if self.updates is None:
             return True
         return strategy.p != Placement.G and (strategy.os == Placement.G or self.updates.bits != EXACT)
+
+    def allows_sums(self, ordered: tuple[str, ...]) -> bool:
+        """Return whether ordered sums of these hops can be combined with this compression; see ``refused.py``."""
+        return self.loco is None or ordered != ORDERED_LEVELS[ORDERED]
 
     def volume(self, phase: Phase, gradient_bytes: float, parameter_bytes: float) -> Volume:
         """Return the bytes that a rank receives in a phase of a step.

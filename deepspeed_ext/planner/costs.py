@@ -17,9 +17,9 @@ Note [Plain ZeRO]
     DDP and the plain stages are predicted as if configured for the fewest bytes (reductions to one rank instead of
     all-reduces; unsharded gradients reduced at the boundary only), and with ``overlap_comm``. Collectives are over all
     ranks, and both of their hops run at the same time. Gradients are reduced during the backward. ZeRO-1 and ZeRO-2
-    wait for updated parameters, and ZeRO-3 prefetches, with the units of strategies. On a host, DeepSpeed's stages
-    wait for each reduction, and only DDP hides them. With Muon there is no such prediction, since DeepSpeed's stages
-    send much more for it.
+    wait for updated parameters, and ZeRO-3 prefetches, without units. On a host, DeepSpeed's stages wait for each
+    reduction, and only DDP hides them. With Muon there is no such prediction, since DeepSpeed's stages send much more
+    for it.
 """
 
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
     return replace(
-        _prediction(strategy, sizes, replace(model, bucket=bucket, ordered=()), rates, UNCOMPRESSED, overlap),
+        _prediction(strategy, sizes, model.as_plain(bucket), rates, UNCOMPRESSED, overlap),
         plain=True,
     )
 
