@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
 from torch import nn
 
 from deepspeed_ext.comm import transfer_queue
