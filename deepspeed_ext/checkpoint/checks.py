@@ -32,7 +32,7 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.zero.flat.update_gathers import WaitHook
 from deepspeed_ext.zero.optimizer import ParoOptimizer
-from deepspeed_ext.zero.parameter_order import first_difference
+from deepspeed_ext.zero.saved_states import first_difference
 
 _NO_SAVE_ID = 2**62
 _MODULE = "module"

@@ -59,10 +59,10 @@ from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, replace_text, res
 from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.progress import track_progress
 from deepspeed_ext.strategy import STRATEGIES, Placement, hyphenate
+from deepspeed_ext.zero.families import EXPERTS
 from deepspeed_ext.zero.flat.states import with_stock_names
-from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
-from deepspeed_ext.zero.native_experts import EXPERTS
+from deepspeed_ext.zero.saved_states import MOMENTUM_SCALE, unscaled_momentum
 from deepspeed_ext.zero.sharded.partitions import PLACEMENT
 
 _FIRST_MOMENT, _SECOND_MOMENT, _STEP = "exp_avg", "exp_avg_sq", "step"

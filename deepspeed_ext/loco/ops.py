@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import any_rank
-from deepspeed_ext.comm.part_sums import NAMESPACE
+from deepspeed_ext.comm.backends import DTYPES, NAMESPACE
 from deepspeed_ext.loco import lossless, reference
 from deepspeed_ext.loco.reference import Packing
 
 BUILD_ADVICE = "Build them where nvcc is found: remove the built ones, or reinstall with DS_BUILD_LOCO=1."
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOSSLESS_DTYPES = (torch.bfloat16, torch.float16)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")

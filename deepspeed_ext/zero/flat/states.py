@@ -35,15 +35,15 @@ from deepspeed_ext.comm.agreement import all_reduce_max, any_rank
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.relayout import DeferredExchange, Relayout
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
-from deepspeed_ext.zero.momentum import (
+from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
+from deepspeed_ext.zero.saved_states import (
     MOMENTUM_SCALE,
+    first_difference,
     partition_momentum,
     sharding_mismatch,
     unscaled_momentum,
     with_momentum,
 )
-from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
-from deepspeed_ext.zero.parameter_order import first_difference
 
 State = Mapping[str, Any]
 _Layouts = Mapping[int, FlatLayout]  # layouts of flat buffers that a file has in its own order, by number

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm import part_sums
+from deepspeed_ext.comm import backends
 from deepspeed_ext.loco import lossless, ops, reference
 from deepspeed_ext.loco.reference import Packing
 from tests.campaigns.kernels.drawing import Drawing
@@ -281,7 +281,7 @@ def _large_sum(compare: Comparison, draw: Drawing) -> None:
         compare.emulator.kernels["sum_parts"](parts, out)
     for own in slices.values():
         expected = torch.empty(own.stop - own.start, dtype=torch.bfloat16)
-        part_sums.reference(parts[:, own], expected)
+        backends.sum_reference(parts[:, own], expected)
         compare.same(out[own], expected, f"large sum at {own.start}")
 
 
