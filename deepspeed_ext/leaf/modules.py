@@ -196,13 +196,13 @@ def _has_forward(module: nn.Module) -> bool:
 def is_mixture(module: nn.Module) -> bool:
     """Return whether a module is a mixture of experts.
 
-    It is if a child with parameters has "expert" in its name, or in its class name and is no mixture itself; or is a
+    It is if a child with parameters has "expert" in its name, or in its class name and contains no mixture; or is a
     list of modules of one class with a gate or a router as sibling.
     """
     if isinstance(module, _CONTAINERS):
         return False
     return bool(experts_of(module)) or any(
-        _EXPERTS.search(name) or (_EXPERTS.search(type(child).__name__) and not is_mixture(child))
+        _EXPERTS.search(name) or (_EXPERTS.search(type(child).__name__) and not any(map(is_mixture, child.modules())))
         for name, child in module.named_children()
         if next(child.parameters(), None) is not None
     )
