@@ -75,7 +75,6 @@ def convert_for_load(load_dir: str, tag: str, reason: str) -> tuple[str, IO[str]
 
     Args:
         load_dir: a folder on a file system that all ranks share.
-        tag: tag of the ordinary checkpoint.
         reason: the error of a load without conversion.
 
     Returns:

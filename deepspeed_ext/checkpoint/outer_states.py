@@ -71,7 +71,6 @@ class OuterStates:
 
     Args:
         engine: the engine that will load.
-        folder: the checkpoint's folder.
         with_states: whether optimizer states are loaded at all.
 
     Raises:

@@ -236,11 +236,7 @@ def _transform_loaded_states(transform: Callable[[Mapping[str, Any]], dict[str, 
 
 
 def omit_repeated(state: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a rank's state dict of stages 1 and 2 without the parameters in files of earlier ranks.
-
-    Args:
-        number: the rank's number.
-    """
+    """Return a rank's state dict of stages 1 and 2 without the parameters in files of earlier ranks."""
     base, counts = state[BASE_OPTIMIZER_STATE], state[PARTITION_COUNT]
     if not isinstance(base, dict):
         return dict(state)

@@ -160,9 +160,7 @@ class ErrorFeedback(ErrorState):
         """Return a bucket's error, and the buffer for its new error; both may be the same tensor.
 
         Args:
-            contents: contents of the bucket.
             splits: elements of each part.
-            device: device of both tensors.
 
         Returns:
             Two 1D tensors, each with concatenated parts of the ``sizes``. The first is None for zeros.

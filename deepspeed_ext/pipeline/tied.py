@@ -32,10 +32,6 @@ class TiedGradients:
     """The tied weights of this rank's stage that have a gradient.
 
     The constructor is collective over all ranks.
-
-    Args:
-        module: the pipeline.
-        optimizer: this stage's optimizer.
     """
 
     def __init__(self, module: PipelineModule, optimizer: ParoOptimizer) -> None:

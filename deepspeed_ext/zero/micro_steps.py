@@ -43,7 +43,6 @@ class MicroSteps:
 
     Args:
         context: shared constants.
-        optimizer: the optimizer.
 
     Attributes:
         overlap: whether the last buckets of a micro-step may be sent during the next one. This requires that gradients

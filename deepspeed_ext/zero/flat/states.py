@@ -66,11 +66,7 @@ class PartitionedOptimizer(Protocol):
 
 
 class FlatStates:
-    """The state dicts of an optimizer of stage 1 or 2.
-
-    Args:
-        optimizer: the optimizer.
-    """
+    """The state dicts of an optimizer of stage 1 or 2."""
 
     def __init__(self, optimizer: PartitionedOptimizer) -> None:
         self._optimizer = optimizer
@@ -285,7 +281,6 @@ def with_partition_momentum(buffers: Sequence[FlatBuffer], state: State, group: 
 
     Args:
         buffers: Muon's flat buffers.
-        state: this rank's state dict.
         group: the ranks that share the optimizer's dense states. They include the ranks that share the states of this
             rank's experts; the other ranks have experts of the same shapes, saved in the same way.
 
