@@ -56,8 +56,8 @@ from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
 from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL
 from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, replace_text, resolve_links
+from deepspeed_ext.console import track_progress
 from deepspeed_ext.overrides import replace_attributes
-from deepspeed_ext.progress import track_progress
 from deepspeed_ext.strategy import STRATEGIES, Placement, hyphenate
 from deepspeed_ext.zero.families import EXPERTS
 from deepspeed_ext.zero.flat.states import with_stock_names

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import logger
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.backends import make_reduce
@@ -20,6 +20,7 @@ from deepspeed_ext.config.settings import (
     UpdateSettings,
     outer_step_settings,
 )
+from deepspeed_ext.console import log_first
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, QuantizedSums
 from deepspeed_ext.loco.ops import BUILD_ADVICE, lacks_kernels, load_kernels, require_kernels
@@ -145,7 +146,7 @@ def log_ordered_sums(levels: Sequence[str], groups: int) -> None:
     if groups == 1:
         message = f"there is one group, so nothing is summed between groups. Set {SECTION}.{GROUP_SIZE} to use more"
     within = "; sums within groups are in rank order, too" if "intra" in levels else ""
-    log_dist(f"deepspeed_ext: {SECTION}.{REDUCE}: {message}{within}", ranks=[0])
+    log_first(f"{SECTION}.{REDUCE}: {message}{within}")
 
 
 def log_update_settings(settings: UpdateSettings, block_size: int, groups: int, description: str, action: str) -> None:
@@ -159,16 +160,15 @@ def log_update_settings(settings: UpdateSettings, block_size: int, groups: int, 
             "there is one group, so nothing is sent between groups. Set zero_optimization.paro_group_size to use "
             "more groups."
         )
-    log_dist(f"deepspeed_ext: {UpdateSettings.key}: {message}", ranks=[0])
+    log_first(f"{UpdateSettings.key}: {message}")
 
 
 def log_loco_settings(settings: LocoSettings, groups: int) -> None:
     """Log LoCo's settings on rank 0."""
     if groups == 1:
-        log_dist(
-            f"deepspeed_ext: {LocoSettings.key}: there is one group, so nothing is sent between groups, and nothing "
-            f"is compressed. Set zero_optimization.paro_group_size to use more groups.",
-            ranks=[0],
+        log_first(
+            f"{LocoSettings.key}: there is one group, so nothing is sent between groups, and nothing "
+            f"is compressed. Set zero_optimization.paro_group_size to use more groups."
         )
         return
     feedback = "without error feedback"
@@ -177,8 +177,7 @@ def log_loco_settings(settings: LocoSettings, groups: int) -> None:
             f"with error feedback in {settings.error_bits} bits (err_beta {settings.err_beta}, reset_T "
             f"{settings.reset_T})"
         )
-    log_dist(
-        f"deepspeed_ext: LoCo: gradients are reduced between {groups} groups in {settings.bits} bits, blocks of "
-        f"{settings.block_size}{', rotated' if settings.hadamard else ''}, {feedback}",
-        ranks=[0],
+    log_first(
+        f"LoCo: gradients are reduced between {groups} groups in {settings.bits} bits, blocks of "
+        f"{settings.block_size}{', rotated' if settings.hadamard else ''}, {feedback}"
     )

@@ -22,9 +22,9 @@ from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, Hop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer
+from deepspeed_ext.console import track_progress
 from deepspeed_ext.loco.ops import load_kernels
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
-from deepspeed_ext.progress import track_progress
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives
