@@ -18,12 +18,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_ext.checkpoint import universal
-from deepspeed_ext.checkpoint.experts import (
-    EXPERT_ORDER,
-    data_before_experts,
-    expert_files,
-    names_outside_experts,
-)
+from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts, expert_files, names_outside_experts
 from deepspeed_ext.checkpoint.files import CheckpointFiles, holds_parameters_only
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import all_reduce_min, raise_together, run_on_all_or_raise

@@ -18,13 +18,7 @@ from deepspeed_ext.checkpoint.files import inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, age_text, read_run
 from deepspeed_ext.checkpoint.owned_folder import sync
-from deepspeed_ext.comm.agreement import (
-    WORLD,
-    all_gather_texts,
-    any_rank,
-    run_on_all_or_raise,
-    text_of_first,
-)
+from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, any_rank, run_on_all_or_raise, text_of_first
 from deepspeed_ext.console import warn_first
 from deepspeed_ext.deepspeed_types import Engine
 

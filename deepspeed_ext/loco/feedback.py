@@ -236,9 +236,8 @@ class ErrorFeedback(ErrorState):
         widths = [split for split in splits if split]
         numbers = [
             reference.decode_error(rows, width, self.settings.block_size, self.settings.hadamard).reshape(-1)
-            for rows, width in zip(
-                split_rows(error, splits, self.sizes(splits)), widths, strict=False
-            )  # a single matrix for all parts if they are equal, so not strict
+            # Not strict: there is a single matrix for all parts if they are equal.
+            for rows, width in zip(split_rows(error, splits, self.sizes(splits)), widths, strict=False)
         ]
         return torch.cat(numbers) if numbers else torch.empty(0, device=error.device)
 

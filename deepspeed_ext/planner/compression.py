@@ -76,10 +76,6 @@ class Compression:
             return Volume(intra * ratio, inter * ratio)
         return Volume(intra, inter * self.updates.sums.wire_bits / (BITS * gradient_bytes))
 
-    def error_bytes_in_step(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
-        """Return the bytes of error feedback that a rank holds during a step: the errors before and after it."""
-        return 2 * self.error_bytes(strategy, sizes, trainable)
-
     def error_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
         """Return the bytes of error feedback that a rank holds between steps, and saves."""
         if sizes.groups == 1:

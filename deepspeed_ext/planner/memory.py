@@ -322,7 +322,7 @@ def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, compres
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
     total += _received_parts(strategy, sizes, model, "inter" in model.ordered and compression.loco is None)
-    return total + compression.error_bytes_in_step(strategy, sizes, trainable)
+    return total + 2 * compression.error_bytes(strategy, sizes, trainable)  # before and after the step
 
 
 def _received_parts(strategy: Strategy, sizes: GroupSizes, model: Model, between_groups: bool) -> float:

@@ -30,7 +30,6 @@ def describe(
     parameter_bytes: int | None = None,
     gradient_bytes: int | None = None,
     accumulation: int = 1,
-    compute: float = 0.0,
     bucket: int = BUCKET,
     units: Settings | None = None,
 ) -> Model:
@@ -41,7 +40,6 @@ def describe(
         parameter_bytes: bytes of a parameter in forward and backward; by default those of its dtype.
         gradient_bytes: bytes of a gradient; by default those of a parameter.
         accumulation: micro-steps per step.
-        compute: seconds of forward and backward of a micro-step.
         bucket: maximum elements of a bucket of gradients; see ``full_bucket``.
         units: criteria of units with p = I or G; by default those without a key.
 
@@ -69,7 +67,6 @@ def describe(
         states,
         width,
         accumulation,
-        compute,
         fetches=fetches,
         largest_layer=largest_layer,
         without_units=_count_fetches(model, replace(units, budget=None), parameter_bytes),

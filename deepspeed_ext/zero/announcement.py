@@ -11,6 +11,7 @@ from deepspeed.utils import log_dist
 
 from deepspeed_ext.comm.process_groups import ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
+from deepspeed_ext.config.model import PLAIN
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.console import warn_first
 from deepspeed_ext.deepspeed_types import Engine
@@ -65,7 +66,7 @@ def _equivalent_stage(strategy: Strategy, sizes: GroupSizes, compressed: bool) -
     groups = "one group" if m == n else "groups of one rank"
     size = f"({SECTION}.{GROUP_SIZE} is {m})"
     name = strategy.name.replace(Placement.I.name, (Placement.G if m == n else Placement.N).name)
-    plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, hyphenate(name))
+    plain = PLAIN.get(name, hyphenate(name))
     uncompressed = ", and there are no messages between groups to compress" if compressed and m == n else ""
     equivalent = f", so {strategy} is {plain} here" if plain != str(strategy) else ""
     return f": {groups}{equivalent}{uncompressed} {size}"

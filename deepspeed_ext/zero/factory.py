@@ -128,7 +128,7 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
     engine_module = deepspeed.runtime.engine
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would disable overlap, with a warning
-            stack.enter_context(replace_attributes(engine, zero_overlap_comm=_return_false))
+            stack.enter_context(replace_attributes(engine, zero_overlap_comm=lambda: False))
             record = _call_recorder("DeepSpeedZeroOptimizer")
             stack.enter_context(replace_attributes(engine_module, DeepSpeedZeroOptimizer=record))
         else:
@@ -148,10 +148,6 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
     return call
 
 
-def _return_false() -> bool:
-    return False
-
-
 def _reject_patched_methods(strategy: Strategy) -> None:
     """Reject third-party patches that would have no effect.
 
@@ -167,11 +163,7 @@ def _reject_patched_methods(strategy: Strategy) -> None:
 
 
 def add_outer_optimizer(
-    optimizer: ParoOptimizer,
-    settings: OuterSettings,
-    topology: Topology,
-    hops: Hops,
-    engine: Engine,
+    optimizer: ParoOptimizer, settings: OuterSettings, topology: Topology, hops: Hops, engine: Engine
 ) -> None:
     """Add an outer optimizer to the optimizer of one group. Collective over all groups.
 
