@@ -233,8 +233,9 @@ class Model:
     def as_plain(self, bucket: int) -> "Model":
         """Return the model under a plain stage, which makes no units and has no ordered sums."""
         fetches, largest_layer = self.without_units or (self.fetches, self.largest_layer)
-        kept = {"fetches": fetches, "largest_layer": largest_layer, "without_units": None}
-        return replace(self, bucket=bucket, ordered=(), **kept)
+        return replace(
+            self, bucket=bucket, fetches=fetches, largest_layer=largest_layer, without_units=None, ordered=()
+        )
 
     @property
     def all_matrices(self) -> float:
