@@ -8,7 +8,7 @@ import deepspeed
 import torch
 
 
-def make_engine(zero: dict[str, Any], config: dict[str, Any], zero_init: bool = False, mpu: Any = None) -> Any:
+def make_engine(zero: dict[str, Any], config: dict[str, Any], zero_init: bool = False) -> Any:
     """Return an engine of a layer of 6000 parameters, and one of 4000 that is frozen."""
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -21,5 +21,5 @@ def make_engine(zero: dict[str, Any], config: dict[str, Any], zero_init: bool = 
         model = torch.nn.Sequential(torch.nn.Linear(100, 60, bias=False), torch.nn.Linear(80, 50, bias=False))
     model[1].requires_grad_(False)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=settings, mpu=mpu)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=settings)
     return engine

@@ -67,11 +67,7 @@ def make_model() -> nn.Sequential:
     shapes = growth.shapes()
     size = (len(shapes) - 3) // growth.LAYERS
     layers = [shapes[1 + size * number :][:size] for number in range(growth.LAYERS)]
-    return nn.Sequential(
-        growth.Part(shapes[0]),
-        *map(Layer, layers),
-        *map(growth.Part, shapes[-2:]),
-    )
+    return nn.Sequential(growth.Part(shapes[0]), *map(Layer, layers), *map(growth.Part, shapes[-2:]))
 
 
 def make_deepspeed(section: dict[str, Any]) -> tuple[Step, Step]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups
 
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
@@ -25,9 +26,7 @@ SLOW_LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)
 FLOPS = 1e12  # a second
 
 
-def engine_case(
-    zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_LINKS, zero_init: bool = False, mpu: Any = None
-) -> Any:
+def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_LINKS, zero_init: bool = False) -> Any:
     """Return the strategy, stage and optimizer of an engine, and the warnings of this package.
 
     Args:
@@ -35,7 +34,6 @@ def engine_case(
         config: other keys.
         rates: of the links, or a list with the rates that each rank measures; None if they must not be measured.
         zero_init: whether the model is made in ``zero.Init``.
-        mpu: the caller's mpu, or None.
     """
     own_rates = rates[dist.get_rank()] if isinstance(rates, list) else rates
 
@@ -53,7 +51,7 @@ def engine_case(
         mock.patch.object(probe, "measure_flops", flops),
         logged() as lines,
     ):
-        engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init, mpu)
+        engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
     chosen = (
         engine._config.zero_config.paro_strategy,
         engine.zero_optimization_stage(),
@@ -200,8 +198,8 @@ def test_gradients_of_sequence_parallelism_are_in_fp32(ranks: Any, file: str) ->
 
 def sequence_parallel_case(file: str) -> None:
     parallel_state_sp.initialize_sequence_parallel(2)
-    config = {"bf16": {"enabled": True}, "sequence_parallel_size": 2}
-    engine_case({"paro_decision_file": file}, config, mpu=parallel_state_sp)
+    with mock.patch.object(groups, "mpu", parallel_state_sp):
+        engine_case({"paro_decision_file": file}, {"bf16": {"enabled": True}, "sequence_parallel_size": 2})
 
 
 def test_muons_matrices_are_counted(ranks: Any, file: str) -> None:
