@@ -41,7 +41,6 @@ def count_states(
     Muon (``use_muon``).
 
     Args:
-        parameters: the parameters to count.
         parameter_bytes: bytes of an element in forward and backward; by default its current size.
         gradient_bytes: bytes of a gradient's element.
     """

@@ -18,12 +18,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_ext.checkpoint import universal
-from deepspeed_ext.checkpoint.experts import (
-    EXPERT_ORDER,
-    data_before_experts,
-    expert_files,
-    names_outside_experts,
-)
+from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts, expert_files, names_outside_experts
 from deepspeed_ext.checkpoint.files import CheckpointFiles, holds_parameters_only
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import all_reduce_min, raise_together, run_on_all_or_raise
@@ -32,7 +27,7 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.zero.flat.update_gathers import WaitHook
 from deepspeed_ext.zero.optimizer import ParoOptimizer
-from deepspeed_ext.zero.parameter_order import first_difference
+from deepspeed_ext.zero.saved_states import first_difference
 
 _NO_SAVE_ID = 2**62
 _MODULE = "module"

@@ -56,9 +56,8 @@ class Commit:
             if self.is_shared:
                 self._run_on_first(lambda: _wait_for_files(folder, total), channel)
             self._run_on_first(folder.publish, channel)
-            if (
-                self.names_latest
-            ):  # only now: a save that is killed in between leaves ``latest`` naming a complete folder
+            # Only now: a save that is killed in between leaves ``latest`` naming a complete folder.
+            if self.names_latest:
                 self._run_on_first(folder.update_latest, channel)
         except CheckpointError as failure:  # on all ranks: no rank may read ``latest`` before it is restored
             self.revert(failure, channel)

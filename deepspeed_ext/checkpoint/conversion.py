@@ -43,7 +43,7 @@ from deepspeed_ext.checkpoint.owned_folder import (
     new_token,
     remove_if_abandoned,
 )
-from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
+from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise, run_on_first_or_raise
 
 SUFFIX = "_converted"
 _SOURCE = "converted_from.json"  # names, sizes and times of the source files
@@ -75,7 +75,6 @@ def convert_for_load(load_dir: str, tag: str, reason: str) -> tuple[str, IO[str]
 
     Args:
         load_dir: a folder on a file system that all ranks share.
-        tag: tag of the ordinary checkpoint.
         reason: the error of a load without conversion.
 
     Returns:
@@ -89,16 +88,14 @@ def convert_for_load(load_dir: str, tag: str, reason: str) -> tuple[str, IO[str]
     folder = Path(load_dir, tag)
     target = folder.with_name(folder.name + SUFFIX)
     first = dist.get_rank() == 0
-    lease = run_on_all_or_raise(
-        lambda: _reuse_conversion(folder, target) if first else None, f"{folder} cannot be read", CheckpointError
+    lease = run_on_first_or_raise(
+        lambda: _reuse_conversion(folder, target), f"{folder} cannot be read", CheckpointError
     )
     if broadcast_text(str(lease is not None), 0) != str(True):
         owned = OwnedFolder(target, broadcast_text(new_token(), 0))
         heartbeat = owned.path / _HEARTBEAT_FILE
-        run_on_all_or_raise(
-            lambda: _create_folder(owned, heartbeat) if first else None,
-            f"{owned.path} cannot be written",
-            CheckpointError,
+        run_on_first_or_raise(
+            lambda: _create_folder(owned, heartbeat), f"{owned.path} cannot be written", CheckpointError
         )
         # A rank that does not see the file yet would assume in `_wait_for_conversion` that the conversion has ended.
         run_on_all_or_raise(
@@ -132,7 +129,7 @@ def _reuse_conversion(folder: Path, target: Path) -> IO[str] | None:
     if not (target / _SOURCE).is_file():
         return None
     lease = lock_shared(target)
-    with contextlib.suppress(FileNotFoundError, ValueError):  # another job is replace_atomically it
+    with contextlib.suppress(FileNotFoundError, ValueError):  # another job is replacing it
         if lease is not None and json.loads((target / _SOURCE).read_text()) == _signature(folder):
             return lease
     return None

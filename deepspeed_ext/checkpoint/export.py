@@ -38,6 +38,7 @@ from deepspeed_ext.comm.agreement import (
     raise_together,
     require_same,
     run_on_all_or_raise,
+    run_on_first_or_raise,
     wait_for_all_ranks,
 )
 from deepspeed_ext.deepspeed_types import Engine
@@ -82,9 +83,9 @@ class Export:
         first = dist.get_rank() == 0
         try:
             raise_together(self._writer.error, CheckpointError)
-            run_on_all_or_raise(lambda: self._publish() if first else None, _ACTION, CheckpointError)
+            run_on_first_or_raise(self._publish, _ACTION, CheckpointError)
         except CheckpointError:
-            run_on_all_or_raise(lambda: self._folder.revert() if first else None, _ACTION, CheckpointError)
+            run_on_first_or_raise(self._folder.revert, _ACTION, CheckpointError)
             raise
         except BaseException:  # ranks can no longer communicate
             if first:
@@ -161,8 +162,7 @@ def export_weights(
     files = divide_into_files(exported_weights(engine, dtype, exclude_frozen_parameters), max_shard_bytes, count)
     target = CheckpointFolder(path.parent, path.name, NAMES)
     target.set_token(broadcast_text(new_token(), 0))  # all writers must use the same staging folder
-    first = dist.get_rank() == 0
-    run_on_all_or_raise(lambda: target.prepare() if first else None, _ACTION, CheckpointError)
+    run_on_first_or_raise(target.prepare, _ACTION, CheckpointError)
     if host_bytes is None:
         own_bytes = sum(weight.nbytes for file in files if file.writer == dist.get_rank() for weight in file.weights)
         host_bytes = _HOST_BYTES + (own_bytes if asynchronous else 0)

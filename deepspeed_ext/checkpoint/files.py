@@ -33,7 +33,6 @@ def wrap(engine: CheckpointEngine, async_saves: "Callable[[], AsyncSaves] | None
     """Replace DeepSpeed's torch checkpoint engine; return any other engine unchanged, with a warning.
 
     Args:
-        engine: DeepSpeed's checkpoint engine.
         async_saves: creates the asynchronous saves; None to save synchronously.
     """
     if type(engine) is TorchCheckpointEngine:
@@ -128,7 +127,6 @@ class CheckpointFiles(TorchCheckpointEngine):
         If a file cannot be written, ``error`` is set and the rank continues, because the others wait for it.
 
         Args:
-            folder: the folder of the checkpoint.
             header: the header that all files of one save share.
             writers: chooses the ranks that write files which several could write; None for all.
             snapshot: copies the content of files instead of writing them; see ``pop_pending``.
@@ -173,7 +171,6 @@ class CheckpointFiles(TorchCheckpointEngine):
 
         Args:
             state_dict: its content.
-            staging_path: the path to write to.
             path: its final path.
         """
         try:

@@ -45,9 +45,9 @@ from deepspeed_ext.comm.agreement import (
     Channel,
     all_gather_rows,
     bounds,
-    broadcast_text,
     raise_together,
     run_on_all_or_raise,
+    text_of_first,
     unique_number,
 )
 from deepspeed_ext.comm.host_channel import HostChannel
@@ -212,16 +212,13 @@ class MemorySave:
         path = self._save_dir / RUN
 
         def read() -> str:
-            if self._rank != 0:
-                return ""
             if not read_run(self._save_dir):
                 self._save_dir.mkdir(parents=True, exist_ok=True)
                 replace_text(path, secrets.token_hex(16))
             latest = self._save_dir / LATEST
             return json.dumps([read_run(self._save_dir), latest.read_text().strip() if latest.is_file() else ""])
 
-        content = run_on_all_or_raise(read, f"{path} cannot be created", CheckpointError)
-        run, latest = json.loads(broadcast_text(content, 0))
+        run, latest = json.loads(text_of_first(read, f"{path} cannot be created", CheckpointError))
         return run, latest
 
     def plan_files(self, sizes: Mapping[str, int], folder: CheckpointFolder) -> None:

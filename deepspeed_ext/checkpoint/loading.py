@@ -125,7 +125,6 @@ def _load_checked(
 
     Args:
         load: DeepSpeed's method.
-        check: checks the checkpoint.
         strict: as in ``Check.run``.
         options: arguments of DeepSpeed's load.
     """

@@ -211,7 +211,6 @@ class MemoryFolder:
 
         Args:
             staging: the folder from ``create_staging``.
-            part: its files.
         """
         sizes = {name: (staging / name).stat().st_size for name in part.files}
         content = {"part": part.to_json(), "sizes": sizes}

@@ -7,18 +7,17 @@ Any strategy, DeepSpeed and its tools can continue from them. The additional fil
 states, with the outer weights and momentum. A run with the same sharding and settings continues from them bit for bit.
 """
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import log_dist
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, RankFile
 from deepspeed_ext.comm.agreement import any_rank, run_on_all_or_raise
+from deepspeed_ext.console import warn_first
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
@@ -71,7 +70,6 @@ class OuterStates:
 
     Args:
         engine: the engine that will load.
-        folder: the checkpoint's folder.
         with_states: whether optimizer states are loaded at all.
 
     Raises:
@@ -101,11 +99,9 @@ class OuterStates:
             return
         if any_rank(not self._content):  # on all ranks, or their outer steps would no longer coincide
             self._outer.restart()
-            log_dist(
-                f"deepspeed_ext: {self._folder} has no states of this outer optimizer (other groups, other settings, "
-                f"another save, or none). All groups start from its weights and the first group's optimizer states.",
-                ranks=[0],
-                level=logging.WARNING,
+            warn_first(
+                f"{self._folder} has no states of this outer optimizer (other groups, other settings, "
+                f"another save, or none). All groups start from its weights and the first group's optimizer states."
             )
             return
         run_on_all_or_raise(self._load_content, f"the load of {self._folder} failed halfway", CheckpointError)

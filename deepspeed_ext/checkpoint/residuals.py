@@ -12,7 +12,6 @@ is still its sibling. Files contain that folder's name without a path, so both c
 load elsewhere.
 """
 
-import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import log_dist
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, RankFile
 from deepspeed_ext.comm.spans import ShardSpan, Span
+from deepspeed_ext.console import warn_first
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
@@ -128,12 +127,10 @@ class Residuals:
             )
         else:
             self._error_state.reset()  # errors from before the load belong to other weights
-            log_dist(
-                f"deepspeed_ext: {self._folder} has no residuals of reductions, so LoCo's errors start at zero. A "
+            warn_first(
+                f"{self._folder} has no residuals of reductions, so LoCo's errors start at zero. A "
                 f"checkpoint saved with LoCo has files residuals_rank_*.pt. If it was converted, copy them from the "
-                f"original folder, or move it next to that folder.",
-                ranks=[0],
-                level=logging.WARNING,
+                f"original folder, or move it next to that folder."
             )
 
     def _warn_of_lost_errors(self, saved: set[str]) -> None:
@@ -146,11 +143,9 @@ class Residuals:
         lost = saved - loaded if same_sharding or not loaded else set()
         for kinds, outcome in ((configured - loaded, "start at zero"), (lost, "were saved, but are not loaded")):
             if kinds:
-                log_dist(
-                    f"deepspeed_ext: {self._folder}: errors of {' and '.join(sorted(kinds))} {outcome}: the "
-                    f"configuration or the sharding has changed.",
-                    ranks=[0],
-                    level=logging.WARNING,
+                warn_first(
+                    f"{self._folder}: errors of {' and '.join(sorted(kinds))} {outcome}: the "
+                    f"configuration or the sharding has changed."
                 )
 
     def _redistribute(self, spans: Sequence[tuple[str, int, Sequence[int]]]) -> dict[ShardSpan, Tensor]:

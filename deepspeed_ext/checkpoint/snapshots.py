@@ -102,11 +102,7 @@ def nbytes_of(content: object) -> int:
 
 
 class Pace:
-    """Pauses between the rounds of an exchange, to limit its share of the links until training waits for the save.
-
-    Args:
-        thread: the thread that exchanges.
-    """
+    """Pauses between the rounds of an exchange, to limit its share of the links until training waits for the save."""
 
     def __init__(self, thread: WorkerThread) -> None:
         self._thread, self._lifted = thread, threading.Event()

@@ -56,13 +56,13 @@ from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
 from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL
 from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, replace_text, resolve_links
+from deepspeed_ext.console import track_progress
 from deepspeed_ext.overrides import replace_attributes
-from deepspeed_ext.progress import track_progress
 from deepspeed_ext.strategy import STRATEGIES, Placement, hyphenate
+from deepspeed_ext.zero.families import EXPERTS
 from deepspeed_ext.zero.flat.states import with_stock_names
-from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
-from deepspeed_ext.zero.native_experts import EXPERTS
+from deepspeed_ext.zero.saved_states import MOMENTUM_SCALE, unscaled_momentum
 from deepspeed_ext.zero.sharded.partitions import PLACEMENT
 
 _FIRST_MOMENT, _SECOND_MOMENT, _STEP = "exp_avg", "exp_avg_sq", "step"
@@ -236,11 +236,7 @@ def _transform_loaded_states(transform: Callable[[Mapping[str, Any]], dict[str, 
 
 
 def omit_repeated(state: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a rank's state dict of stages 1 and 2 without the parameters in files of earlier ranks.
-
-    Args:
-        number: the rank's number.
-    """
+    """Return a rank's state dict of stages 1 and 2 without the parameters in files of earlier ranks."""
     base, counts = state[BASE_OPTIMIZER_STATE], state[PARTITION_COUNT]
     if not isinstance(base, dict):
         return dict(state)

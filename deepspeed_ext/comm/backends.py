@@ -1,9 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Exact reductions: ordered ones, and those of each backend."""
+"""Exact reductions: ordered ones, and those of each backend.
+
+An ordered sum is taken in fp32, in rank order, and rounded once. The reference is here. ``loco.ops`` loads kernels
+(``csrc``), which give the same bits for all numbers; only the bits of NaNs may differ.
+"""
 
 from collections.abc import Callable, Sequence
 
+import torch
 from deepspeed import comm as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -11,11 +16,45 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer
 from deepspeed_ext.comm.packing import concat_padded
-from deepspeed_ext.comm.part_sums import sum_parts
 from deepspeed_ext.comm.spans import Contents, Spans
 
+NAMESPACE = "deepspeed_paro"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of kernels
 # Elements that a link sends during the latency of a ring step: 64 KB in 6 microseconds at 10 GB/s.
 _ELEMENTS_PER_STEP = 1 << 15
+
+
+def sum_reference(parts: Tensor, out: Tensor) -> None:
+    """See ``sum_parts``; writes the sum to ``out``, 1D."""
+    # Not ``parts.sum(0, dtype=torch.float32)``: on the CPU it adds 8 parts or more in another order (torch 2.13).
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
+
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library.define("sum_parts(Tensor parts, Tensor(a!) out) -> ()")
+_library.impl("sum_parts", sum_reference, "CompositeExplicitAutograd")
+# Like all operators of the library, it only writes into its arguments.
+torch.library.register_fake(f"{NAMESPACE}::sum_parts", lambda parts, out: None, lib=_library)
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """Return the sum of parts, in their dtype; runs a kernel if there is one for the device.
+
+    Args:
+        parts: (parts, width), the part of each rank in rank order; at least one part, rows without gaps.
+
+    Returns:
+        1D of ``width`` elements.
+    """
+    out = parts.new_empty(parts.shape[1])
+    if out.dtype not in DTYPES:
+        sum_reference(parts, out)
+    elif out.numel():
+        torch.ops.deepspeed_paro.sum_parts(parts, out)
+    return out
 
 
 class AllToAllReduce(ReduceHop):

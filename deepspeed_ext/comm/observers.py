@@ -22,7 +22,6 @@ class Observer(Protocol):
 
         Args:
             name: hop and operation.
-            group: process group of the communication.
             nbytes: bytes that this rank receives.
             handle: has a method ``wait``.
         """

@@ -49,7 +49,6 @@ def assign_owners(jobs: Sequence[Job], ranks: int, group_size: int) -> list[int]
     are spread over all groups.
 
     Args:
-        jobs: the jobs.
         ranks: n.
         group_size: m; ranks of a group are consecutive.
     """

@@ -14,6 +14,7 @@ from deepspeed_ext.config.keys import FASTEST, FASTEST_KEYS, SECTION, STRATEGY, 
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE
 from deepspeed_ext.config.refused import refuse_conflicts
 from deepspeed_ext.config.section import ParoZeroConfig, active_strategy, parse_section, save_settings, wants_fastest
+from deepspeed_ext.console import log_first
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ def _check_strategy(
     config: "DeepSpeedConfig", zero: ParoZeroConfig, keys: list[str], mpu: Any, mesh_device: Any
 ) -> None:
     from deepspeed import comm as dist
-    from deepspeed.utils import log_dist
 
     # Without process groups the number of ranks is unknown; the engine checks the size later.
     if zero.paro_group_size is not None and dist.is_initialized():
@@ -57,10 +57,9 @@ def _check_strategy(
         return
     refuse_conflicts(config, strategy)
     if strategy.p == Placement.N and not zero.use_multi_rank_bucket_allreduce:
-        log_dist(
-            f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: "
-            f"gradients are always reduced to the ranks that own them",
-            ranks=[0],
+        log_first(
+            f"{SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: "
+            f"gradients are always reduced to the ranks that own them"
         )
 
 

@@ -8,13 +8,13 @@ we write it there: for Accelerate and frameworks based on it, before Accelerate 
 parses it. (Lightning decides on ``zero.Init`` before that.)
 """
 
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY, keys_of_strategies, our_keys
 from deepspeed_ext.config.model import ParoConfig
+from deepspeed_ext.console import warn_first
 from deepspeed_ext.strategy import Placement, Strategy
 
 if TYPE_CHECKING:
@@ -107,14 +107,10 @@ def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model:
     """
     is_unsharded = not any(hasattr(param, "ds_id") for param in model.parameters())
     if strategy.p != Placement.N and is_unsharded and is_implied(config._param_dict[SECTION]):
-        from deepspeed.utils import log_dist
-
-        log_dist(
-            f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy} shards parameters, but the model was built without "
+        warn_first(
+            f"{SECTION}.{STRATEGY} {strategy} shards parameters, but the model was built without "
             f"deepspeed.zero.Init, so each rank held the full model. {SECTION}.stage is not set, so a framework that "
-            f"reads it before DeepSpeed does not use zero.Init. Set {SECTION}.stage to {strategy.stage}.",
-            ranks=[0],
-            level=logging.WARNING,
+            f"reads it before DeepSpeed does not use zero.Init. Set {SECTION}.stage to {strategy.stage}."
         )
 
 

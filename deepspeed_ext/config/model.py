@@ -49,9 +49,9 @@ from deepspeed_ext.config.settings import (
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenate, hyphenated, parse_strategy
 
 STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # DeepSpeed's stage -> the equal strategy
-OUTER_STRATEGIES = tuple(
-    name for name, row in STRATEGIES.items() if row.os == Placement.I
-)  # may have an outer optimizer
+PLAIN = {"NNN": "DDP"} | {name: f"ZeRO-{stage}" for stage, name in STRATEGY_OF_STAGE.items()}  # equal, without groups
+# Those that may have an outer optimizer.
+OUTER_STRATEGIES = tuple(name for name, row in STRATEGIES.items() if row.os == Placement.I)
 
 
 def _check_strategy_name(name: str | None) -> str | None:

@@ -96,10 +96,7 @@ def refuse_conflicts(config: "DeepSpeedConfig", strategy: Strategy) -> None:
 
 
 def _refuse_zero_key(
-    key: str,
-    reason: str,
-    applies: Callable[[Strategy], bool] = any_strategy,
-    find: Callable[[Any], Any] | None = None,
+    key: str, reason: str, applies: Callable[[Strategy], bool] = any_strategy, find: Callable[[Any], Any] | None = None
 ) -> Refusal:
     """Return the refusal of a key of ``zero_optimization`` if it is true, or if ``find(section)`` is."""
     look = find or (lambda zero: getattr(zero, key))

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.utils import log_dist
 from pydantic import ConfigDict, PrivateAttr
 
 from deepspeed_ext.config.implied import imply_stage, without_implied_stage
 from deepspeed_ext.config.keys import FASTEST, MICS_HIERARCHICAL, QUANTIZED, SECTION, STRATEGY, strategy_key
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE, ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
+from deepspeed_ext.console import log_first
 from deepspeed_ext.strategy import Strategy, hyphenate
 
 if TYPE_CHECKING:
@@ -64,19 +64,15 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
             else ParoZeroConfig(**our_values, **their_keys)
         )
     if written.get(MICS_HIERARCHICAL):
-        _log(f"{SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only")
+        log_first(f"{SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only")
     if their_keys.get("stage") == 0:
-        _log(f"{SECTION}.{strategy_key(section)} has no effect at stage 0")
+        log_first(f"{SECTION}.{strategy_key(section)} has no effect at stage 0")
     their_keys.pop(QUANTIZED, None)  # replaced by LoCo's settings
     strategy = our_fields.named_strategy
     # The stage of the fastest strategy is not known yet: use a placeholder other than 0.
     stage = strategy.stage if strategy else 1
     # The user's own stage, in ``their_keys``, has precedence.
     return ParoZeroConfig(**{"stage": stage, **our_values, **their_keys})
-
-
-def _log(message: str) -> None:
-    log_dist(f"deepspeed_ext: {message}", ranks=[0])
 
 
 def active_strategy(config: "DeepSpeedConfig") -> Strategy | None:

@@ -20,11 +20,7 @@ from deepspeed_ext.config.keys import LOCO, OUTER, QUANTIZED_UPDATES, REPORT, SE
 EXACT: Literal["exact"] = "exact"
 # Values of ``paro_reduce``: the levels whose reductions sum in rank order, of "intra" and "inter".
 BACKEND, ORDERED, ORDERED_EVERYWHERE = "backend", "ordered", "ordered_everywhere"
-ORDERED_LEVELS: dict[str, tuple[str, ...]] = {
-    BACKEND: (),
-    ORDERED: ("inter",),
-    ORDERED_EVERYWHERE: ("intra", "inter"),
-}
+ORDERED_LEVELS: dict[str, tuple[str, ...]] = {BACKEND: (), ORDERED: ("inter",), ORDERED_EVERYWHERE: ("intra", "inter")}
 # For differences, and for everything in 8 bits. Gradient sums in 4 bits need smaller blocks: with blocks of 128,
 # training ends 0.65 % from exact training. Measured by tests/perf/convergence.py.
 _BLOCK, _SUM_BLOCK = 128, 32

@@ -149,7 +149,6 @@ def replaced(version: int, name: str, function: Callable[..., Any]) -> Callable[
     not the expected one. If the hooks have another version, only the gates are replaced: they reject our keys.
 
     Args:
-        version: version of the hooks.
         name: label of a patch.
         function: DeepSpeed's function.
     """

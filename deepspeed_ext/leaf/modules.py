@@ -167,7 +167,7 @@ class _ModelTree:
     @functools.cached_property
     def _near_mixtures(self) -> set[int]:
         """The ids of mixtures of experts, and of all modules in and around them."""
-        mixtures = [m for m in self.model.modules() if _has_experts(m) or why_no_windows(m) is not None]
+        mixtures = [m for m in self.model.modules() if is_mixture(m) or why_no_windows(m) is not None]
         mixture_ids = {id(m) for m in mixtures}
         around = {id(m) for m in self.model.modules() if any(id(inner) in mixture_ids for inner in m.modules())}
         return around.union(id(inner) for mixture in mixtures for inner in mixture.modules())
@@ -196,23 +196,15 @@ def _has_forward(module: nn.Module) -> bool:
 def is_mixture(module: nn.Module) -> bool:
     """Return whether a module is a mixture of experts.
 
-    It is if a child with parameters has "expert" in its name or its class name, or is a list of modules of one class
-    with a gate or a router as sibling.
+    It is if a child with parameters has "expert" in its name, or in its class name and contains no mixture; or is a
+    list of modules of one class with a gate or a router as sibling.
     """
     if isinstance(module, _CONTAINERS):
         return False
-    inside = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
-    named = any(_EXPERTS.search(name) or _EXPERTS.search(type(child).__name__) for name, child in inside)
-    return named or bool(experts_of(module))
-
-
-def _has_experts(module: nn.Module) -> bool:
-    """Return whether a module is a mixture of experts, and not only the parent of one that is named after experts."""
-    children = [item for item in module.named_children() if next(item[1].parameters(), None) is not None]
-    return is_mixture(module) and (
-        bool(experts_of(module))
-        or any(_EXPERTS.search(name) for name, _ in children)
-        or any(_EXPERTS.search(type(child).__name__) and not is_mixture(child) for _, child in children)
+    return bool(experts_of(module)) or any(
+        _EXPERTS.search(name) or (_EXPERTS.search(type(child).__name__) and not any(map(is_mixture, child.modules())))
+        for name, child in module.named_children()
+        if next(child.parameters(), None) is not None
     )
 
 

@@ -160,9 +160,7 @@ class ErrorFeedback(ErrorState):
         """Return a bucket's error, and the buffer for its new error; both may be the same tensor.
 
         Args:
-            contents: contents of the bucket.
             splits: elements of each part.
-            device: device of both tensors.
 
         Returns:
             Two 1D tensors, each with concatenated parts of the ``sizes``. The first is None for zeros.
@@ -238,9 +236,8 @@ class ErrorFeedback(ErrorState):
         widths = [split for split in splits if split]
         numbers = [
             reference.decode_error(rows, width, self.settings.block_size, self.settings.hadamard).reshape(-1)
-            for rows, width in zip(
-                split_rows(error, splits, self.sizes(splits)), widths, strict=False
-            )  # a single matrix for all parts if they are equal, so not strict
+            # Not strict: there is a single matrix for all parts if they are equal.
+            for rows, width in zip(split_rows(error, splits, self.sizes(splits)), widths, strict=False)
         ]
         return torch.cat(numbers) if numbers else torch.empty(0, device=error.device)
 

@@ -107,10 +107,8 @@ class LocoHop(ReduceHop):
             ops.compress(gradient, packed, self.packing, error=error, new_error=new_error, **options)
             if sample is not None:
                 self.sampling.record_error(sample, packed[:1], width, self.packing, hadamard)
-        if options.get("beta") is not None:
-            self.errors.store(
-                contents, new_buffer
-            )  # not applied until ``finish_step``: a skipped step keeps the old error
+        if options.get("beta") is not None:  # not applied until ``finish_step``: a skipped step keeps the old error
+            self.errors.store(contents, new_buffer)
 
 
 class QuantizedSums(SumsGather):
@@ -147,10 +145,7 @@ class QuantizedSums(SumsGather):
         if not spans:
             ops.compress(sums.view(1, -1), wire, self.packing)
             return
-        unit, (old_buffer, new_buffer) = (
-            hop.scale.value(),
-            self.errors.buffers(contents, splits, sums.device),
-        )
+        unit, (old_buffer, new_buffer) = (hop.scale.value(), self.errors.buffers(contents, splits, sums.device))
         error = None if old_buffer is None else old_buffer.view(1, -1)
         sample = None
         if (blocks := self.sampling.blocks(sums.numel(), self.packing)) is not None:

@@ -67,7 +67,7 @@ def measure(updated: Tensor, replica: Tensor, tiles: Tensor) -> None:
 
 
 def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``ops.header_of``."""
+    """Return the header, (tiles,) int32: ``mode << 30 | offset``; and the row's bytes, 0D int64 on the device."""
     sizes = (tiles & _SIZE).long()
     ends = sizes.cumsum(0)
     return (tiles & ~_SIZE) | (ends - sizes).int(), 4 * len(tiles) + 2 * sizes.sum()

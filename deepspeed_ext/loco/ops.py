@@ -10,44 +10,33 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import any_rank
-from deepspeed_ext.comm.part_sums import NAMESPACE
+from deepspeed_ext.comm.backends import DTYPES, NAMESPACE
 from deepspeed_ext.loco import lossless, reference
 from deepspeed_ext.loco.reference import Packing
 
 BUILD_ADVICE = "Build them where nvcc is found: remove the built ones, or reinstall with DS_BUILD_LOCO=1."
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOSSLESS_DTYPES = (torch.bfloat16, torch.float16)
 
+_PACKED = "int bits, int block_size"
+_OPERATORS = {  # by name: arguments, and the reference implementation
+    "loco_compress": (
+        f"Tensor gradient, Tensor(a!) wire, Tensor? error, Tensor(b!)? new_error, {_PACKED}, float beta, float unit, "
+        "bool hadamard",
+        reference.compress,
+    ),
+    "loco_decompress": (f"Tensor wire, Tensor(a!) out, {_PACKED}, float factor, bool hadamard", reference.decompress),
+    "loco_difference": (f"Tensor updated, Tensor replica, Tensor(a!) wire, {_PACKED}", reference.difference),
+    "loco_apply": (f"Tensor wire, Tensor(a!) replica, {_PACKED}", reference.apply),
+    "lossless_measure": ("Tensor updated, Tensor replica, Tensor(a!) tiles", lossless.measure),
+    "lossless_pack": ("Tensor updated, Tensor replica, Tensor header, Tensor(a!) wire", lossless.pack),
+    "lossless_apply": ("Tensor wire, Tensor(a!) replica", lossless.apply),
+}
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_library.define(
-    "loco_compress(Tensor gradient, Tensor(a!) wire, Tensor? error, Tensor(b!)? new_error, int bits, int block_size, "
-    "float beta, float unit, bool hadamard) -> ()"
-)
-_library.define(
-    "loco_decompress(Tensor wire, Tensor(a!) out, int bits, int block_size, float factor, bool hadamard) -> ()"
-)
-_library.define("loco_difference(Tensor updated, Tensor replica, Tensor(a!) wire, int bits, int block_size) -> ()")
-_library.define("loco_apply(Tensor wire, Tensor(a!) replica, int bits, int block_size) -> ()")
-_library.define("lossless_measure(Tensor updated, Tensor replica, Tensor(a!) tiles) -> ()")
-_library.define("lossless_pack(Tensor updated, Tensor replica, Tensor header, Tensor(a!) wire) -> ()")
-_library.define("lossless_apply(Tensor wire, Tensor(a!) replica) -> ()")
-_library.impl("loco_compress", reference.compress, "CompositeExplicitAutograd")
-_library.impl("loco_decompress", reference.decompress, "CompositeExplicitAutograd")
-_library.impl("loco_difference", reference.difference, "CompositeExplicitAutograd")
-_library.impl("loco_apply", reference.apply, "CompositeExplicitAutograd")
-_library.impl("lossless_measure", lossless.measure, "CompositeExplicitAutograd")
-_library.impl("lossless_pack", lossless.pack, "CompositeExplicitAutograd")
-_library.impl("lossless_apply", lossless.apply, "CompositeExplicitAutograd")
-
-
-def _fake(*_: object) -> None:
-    """Return nothing: the operators only write into their arguments."""
-
-
-for _name in ("loco_compress", "loco_decompress", "loco_difference", "loco_apply"):
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-for _name in ("lossless_measure", "lossless_pack", "lossless_apply"):
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+for _name, (_arguments, _reference) in _OPERATORS.items():
+    _library.define(f"{_name}({_arguments}) -> ()")
+    _library.impl(_name, _reference, "CompositeExplicitAutograd")
+    # The operators only write into their arguments.
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", lambda *_: None, lib=_library)
 
 
 def compress(
@@ -162,18 +151,13 @@ def measure(updated: Tensor, replica: Tensor) -> Tensor:
     return tiles
 
 
-def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the header, (tiles,) int32: ``mode << 30 | offset``; and the row's bytes, 0D int64 on the device."""
-    return lossless.header_of(tiles)
-
-
 def pack(updated: Tensor, replica: Tensor, header: Tensor, wire: Tensor) -> None:
     """Pack the difference of updated parameters to the receivers' values, without loss.
 
     Args:
         updated: as in ``measure``.
         replica: likewise.
-        header: from ``header_of`` for their tiles.
+        header: from ``lossless.header_of`` for their tiles.
         wire: (1, bytes), uint8, an even number of bytes at an even address; at least the bytes from ``header_of``,
             because tiles that do not fit are omitted. Written up to its end, with zeros after the last tile.
 

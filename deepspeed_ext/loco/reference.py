@@ -262,13 +262,7 @@ def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool
     padded = transform(padded) if hadamard else padded
     if error.dtype == torch.uint8:
         packing = Packing(_ERROR.bits, block_size)
-        pack(
-            *quantize(padded, packing.largest),
-            error,
-            packing,
-            width=width,
-            blocks=range(packing.blocks(width)),
-        )
+        pack(*quantize(padded, packing.largest), error, packing, width=width, blocks=range(packing.blocks(width)))
         packing.padding(error, width).zero_()
     else:
         error.copy_(padded.view(error.shape))

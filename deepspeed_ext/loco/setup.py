@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import logger
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
 from deepspeed_ext.config.keys import GROUP_SIZE, REDUCE, SECTION
 from deepspeed_ext.config.section import offloads
-from deepspeed_ext.config.settings import (
-    EXACT,
-    ORDERED_LEVELS,
-    LocoSettings,
-    UpdateSettings,
-    outer_step_settings,
-)
+from deepspeed_ext.config.settings import EXACT, ORDERED_LEVELS, LocoSettings, UpdateSettings, outer_step_settings
+from deepspeed_ext.console import log_first
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, QuantizedSums
 from deepspeed_ext.loco.ops import BUILD_ADVICE, lacks_kernels, load_kernels, require_kernels
@@ -142,43 +137,30 @@ def _error_device(engine: Engine) -> tuple[str | None, bool]:
 def log_ordered_sums(levels: Sequence[str], groups: int) -> None:
     """Log on rank 0 the reductions that sum in rank order."""
     message = f"gradients are summed in fp32 in rank order between {groups} groups"
-    if groups == 1:
-        message = f"there is one group, so nothing is summed between groups. Set {SECTION}.{GROUP_SIZE} to use more"
     within = "; sums within groups are in rank order, too" if "intra" in levels else ""
-    log_dist(f"deepspeed_ext: {SECTION}.{REDUCE}: {message}{within}", ranks=[0])
+    _log(f"{SECTION}.{REDUCE}", groups, message, within)
 
 
 def log_update_settings(settings: UpdateSettings, block_size: int, groups: int, description: str, action: str) -> None:
     """Log on rank 0 the data that groups exchange in few bits, and the action every ``resync_T`` steps."""
-    encoding = f"in {settings.bits} bits, blocks of {block_size}"
-    if settings.bits == EXACT:
-        encoding = "without loss"
+    encoding = "without loss" if settings.bits == EXACT else f"in {settings.bits} bits, blocks of {block_size}"
     message = f"{description} between {groups} groups {encoding}; every {settings.resync_T} steps {action}"
-    if groups == 1:
-        message = (
-            "there is one group, so nothing is sent between groups. Set zero_optimization.paro_group_size to use "
-            "more groups."
-        )
-    log_dist(f"deepspeed_ext: {UpdateSettings.key}: {message}", ranks=[0])
+    _log(UpdateSettings.key, groups, message)
 
 
 def log_loco_settings(settings: LocoSettings, groups: int) -> None:
     """Log LoCo's settings on rank 0."""
-    if groups == 1:
-        log_dist(
-            f"deepspeed_ext: {LocoSettings.key}: there is one group, so nothing is sent between groups, and nothing "
-            f"is compressed. Set zero_optimization.paro_group_size to use more groups.",
-            ranks=[0],
-        )
-        return
     feedback = "without error feedback"
     if settings.error_feedback:
-        feedback = (
-            f"with error feedback in {settings.error_bits} bits (err_beta {settings.err_beta}, reset_T "
-            f"{settings.reset_T})"
-        )
-    log_dist(
-        f"deepspeed_ext: LoCo: gradients are reduced between {groups} groups in {settings.bits} bits, blocks of "
-        f"{settings.block_size}{', rotated' if settings.hadamard else ''}, {feedback}",
-        ranks=[0],
-    )
+        averaging = f"err_beta {settings.err_beta}, reset_T {settings.reset_T}"
+        feedback = f"with error feedback in {settings.error_bits} bits ({averaging})"
+    message = f"gradients are reduced between {groups} groups in {settings.bits} bits, blocks of {settings.block_size}"
+    rotated = ", rotated" if settings.hadamard else ""
+    _log(LocoSettings.key if groups == 1 else "LoCo", groups, f"{message}{rotated}, {feedback}")
+
+
+def _log(name: str, groups: int, message: str, within: str = "") -> None:
+    """Log what is sent between groups, or that nothing is, and what is done within them."""
+    if groups == 1:
+        message = f"there is one group, so nothing is sent between groups. Set {SECTION}.{GROUP_SIZE} to use more"
+    log_first(f"{name}: {message}{within}")

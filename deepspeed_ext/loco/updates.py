@@ -12,7 +12,7 @@ from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.hops import MaxOverRanks, Update
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.config.settings import UpdateSettings
-from deepspeed_ext.loco import ops
+from deepspeed_ext.loco import lossless, ops
 from deepspeed_ext.loco.ops import require_kernels
 from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.loco.sampling import Sampling, StepReport
@@ -111,9 +111,8 @@ class LosslessDifferences(_Differences):
             return []
         with self.collectives.labeled("loco_difference"):
             headers, lengths = zip(*map(self._measure, updates), strict=True)
-        longest: list[int] = max_over_ranks(
-            torch.stack(lengths)
-        ).tolist()  # the host waits only here: it needs lengths to allocate
+        # The host waits only here: it needs lengths to allocate.
+        longest: list[int] = max_over_ranks(torch.stack(lengths)).tolist()
         with self.collectives.labeled("loco_difference"):
             # Equal lengths on all ranks, as the all-gather requires.
             return [
@@ -124,7 +123,7 @@ class LosslessDifferences(_Differences):
     @staticmethod
     def _measure(update: Update) -> tuple[Tensor, Tensor]:
         """Return a row's header and length."""
-        return ops.header_of(ops.measure(update.updated().view(1, -1), update.replica.view(1, -1)))
+        return lossless.header_of(ops.measure(update.updated().view(1, -1), update.replica.view(1, -1)))
 
     def _pack(self, update: Update, header: Tensor, length: int) -> Tensor:
         replica = update.replica

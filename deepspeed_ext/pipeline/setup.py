@@ -129,7 +129,6 @@ def _fill_empty_groups(module: PipelineModule, arguments: dict[str, Any]) -> Non
     """Add a parameter that stays 0 to each of the optimizer's parameter groups with nothing to train on this stage.
 
     Args:
-        module: the pipeline.
         arguments: the engine's arguments; ``optimizer`` or ``model_parameters`` are changed.
     """
     optimizer = arguments.get("optimizer")

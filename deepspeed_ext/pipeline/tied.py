@@ -29,14 +29,7 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 
 class TiedGradients:
-    """The tied weights of this rank's stage that have a gradient.
-
-    The constructor is collective over all ranks.
-
-    Args:
-        module: the pipeline.
-        optimizer: this stage's optimizer.
-    """
+    """The tied weights of this rank's stage that have a gradient. The constructor is collective over all ranks."""
 
     def __init__(self, module: PipelineModule, optimizer: ParoOptimizer) -> None:
         self._optimizer = optimizer

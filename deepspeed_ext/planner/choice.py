@@ -139,13 +139,14 @@ def plan(
         model: the model to train.
         rates: rates of the hops.
         budget: bytes on each rank; None for no limit.
-        compressions: compressions to predict for each strategy that allows them. The choice is among all of them.
+        compressions: compressions to predict for each strategy that allows them, unless the model's ordered sums
+            exclude them. The choice is among all of them.
         allowed: returns whether to consider a strategy.
 
     Raises:
         ValueError: no strategy is allowed.
     """
-    compressions = tuple(compressions)
+    compressions = [compression for compression in compressions if compression.allows_sums(model.ordered)]
     rows = [row for row in STRATEGIES.values() if allowed(row)]
     predictions = [
         predict(row, sizes, model, rates, compression)

@@ -239,8 +239,6 @@ def _pass_with_transfers(
     """Return a pass and the transfers under it; see Note [Closed form of a step].
 
     Args:
-        compute: the pass.
-        transfers: the transfers.
         units: number of messages.
         gathers_on_links: concurrent gathers on the same links.
         layers: number of these gathers.

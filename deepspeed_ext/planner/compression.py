@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from deepspeed_ext.config.settings import EXACT, LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import EXACT, ORDERED, ORDERED_LEVELS, LocoSettings, UpdateSettings
 from deepspeed_ext.strategy import Direction, GroupSizes, Phase, Placement, Strategy, Volume
 
 BITS = 8
@@ -48,6 +48,10 @@ class Compression:
             return True
         return strategy.p != Placement.G and (strategy.os == Placement.G or self.updates.bits != EXACT)
 
+    def allows_sums(self, ordered: tuple[str, ...]) -> bool:
+        """Return whether ordered sums of these hops can be combined with this compression; see ``refused.py``."""
+        return self.loco is None or ordered != ORDERED_LEVELS[ORDERED]
+
     def volume(self, phase: Phase, gradient_bytes: float, parameter_bytes: float) -> Volume:
         """Return the bytes that a rank receives in a phase of a step.
 
@@ -71,10 +75,6 @@ class Compression:
             ) / exact_bits
             return Volume(intra * ratio, inter * ratio)
         return Volume(intra, inter * self.updates.sums.wire_bits / (BITS * gradient_bytes))
-
-    def error_bytes_in_step(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
-        """Return the bytes of error feedback that a rank holds during a step: the errors before and after it."""
-        return 2 * self.error_bytes(strategy, sizes, trainable)
 
     def error_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
         """Return the bytes of error feedback that a rank holds between steps, and saves."""

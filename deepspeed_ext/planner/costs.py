@@ -17,9 +17,9 @@ Note [Plain ZeRO]
     DDP and the plain stages are predicted as if configured for the fewest bytes (reductions to one rank instead of
     all-reduces; unsharded gradients reduced at the boundary only), and with ``overlap_comm``. Collectives are over all
     ranks, and both of their hops run at the same time. Gradients are reduced during the backward. ZeRO-1 and ZeRO-2
-    wait for updated parameters, and ZeRO-3 prefetches, with the units of strategies. On a host, DeepSpeed's stages
-    wait for each reduction, and only DDP hides them. With Muon there is no such prediction, since DeepSpeed's stages
-    send much more for it.
+    wait for updated parameters, and ZeRO-3 prefetches, without units. On a host, DeepSpeed's stages wait for each
+    reduction, and only DDP hides them. With Muon there is no such prediction, since DeepSpeed's stages send much more
+    for it.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from deepspeed_ext.comm.owners import ROUNDS
+from deepspeed_ext.config.model import PLAIN
 from deepspeed_ext.planner.closed_form import Move, Overlap, Seconds, Step
 from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression, label
 from deepspeed_ext.planner.memory import Copies, Model, count_copies, held_bytes, transient_bytes
@@ -34,8 +35,6 @@ from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, StateBytes, Strategy, Volume
 
 UPDATE_TRAFFIC = 2.5  # bytes that an update reads and writes, per byte of optimizer states
-# Strategies that equal a plain stage, which has no groups.
-PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}
 DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
 
 
@@ -113,10 +112,7 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     # DDP gathers no updates, so ``overlap.updates`` has no effect on it.
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
-    return replace(
-        _prediction(strategy, sizes, replace(model, bucket=bucket, ordered=()), rates, UNCOMPRESSED, overlap),
-        plain=True,
-    )
+    return replace(_prediction(strategy, sizes, model.as_plain(bucket), rates, UNCOMPRESSED, overlap), plain=True)
 
 
 def _prediction(

@@ -7,6 +7,7 @@ from dataclasses import astuple, replace
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from torch import nn
 
 from deepspeed_ext.comm.agreement import all_reduce
@@ -31,7 +32,7 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
     config = engine._config
     zero = config.zero_config
     model_dtype, _ = engine.get_data_types()
-    wire = engine.communication_data_type.itemsize
+    wire = _sent_dtype(engine).itemsize
     # With None, each parameter counts with its own dtype.
     width = 2 if model_dtype.itemsize == 2 else None
     accumulation = config.gradient_accumulation_steps
@@ -56,6 +57,13 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
     )
 
 
+def _sent_dtype(engine: Engine) -> torch.dtype:
+    """Return the dtype in which gradients are sent. With sequence parallelism the engine sets it late, to this one."""
+    if groups._get_sequence_parallel_world_size() > 1:
+        return engine._config.seq_parallel_communication_data_type
+    return engine.communication_data_type
+
+
 def _host_parameters(config: Config) -> HostParameters | None:
     """Return the settings of parameters in host memory; None if they are on the device."""
     zero = config.zero_config
@@ -68,12 +76,13 @@ def max_over_ranks(model: Model) -> Model:
     """Return the maximum over all ranks, which may hold different models with tensor parallelism."""
     pairs = [(model.states, model.held), *((family.states, family.held) for family in model.experts)]
     all_states = [states for pair in pairs for states in pair if states is not None]
-    numbers = [model.largest_layer, model.fetches, model.regathered, model.matrices]
+    plain = model.without_units or (model.fetches, model.largest_layer)
+    numbers = [model.largest_layer, model.fetches, *plain, model.regathered, model.matrices]
     numbers += [family.matrices for family in model.experts]
     maxima = reduce_integers(
         [*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX
     )
-    largest, fetches, regathered, matrices, *state_values = maxima
+    largest, fetches, plain_fetches, plain_largest, regathered, matrices, *state_values = maxima
     expert_volume, state_values = state_values[: len(model.experts)], state_values[len(model.experts) :]
     max_states = [ModelStates(*state_values[start : start + 4]) for start in range(0, len(state_values), 4)]
     return replace(
@@ -82,6 +91,7 @@ def max_over_ranks(model: Model) -> Model:
         held=max_states[1],
         largest_layer=largest,
         fetches=int(fetches),
+        without_units=(int(plain_fetches), plain_largest),
         regathered=bool(regathered),
         matrices=matrices,
         experts=tuple(

@@ -9,7 +9,6 @@ resumed run has the strategy of its checkpoint.
 import contextlib
 import datetime
 import json
-import logging
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import groups, log_dist
+from deepspeed.utils import groups
 from torch import nn
 
-from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
+from deepspeed_ext.comm.agreement import broadcast_text, text_of_first
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.check import possible_strategies, with_strategy
 from deepspeed_ext.config.implied import imply_stage
@@ -38,6 +37,7 @@ from deepspeed_ext.config.keys import (
     STRATEGY,
 )
 from deepspeed_ext.config.unsupported import deepspeed_moe_layers
+from deepspeed_ext.console import warn_first
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
@@ -77,10 +77,7 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
     inputs = _inputs(config, topology, description, strategies) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
     # Rank 0 alone reads the file, and all ranks must use its answer: different strategies would hang.
-    recorded_name = run_on_all_or_raise(
-        lambda: file.find(inputs) if dist.get_rank() == 0 else None, f"{file.path} cannot be read", ValueError
-    )
-    name = broadcast_text(recorded_name or "", 0)
+    name = text_of_first(lambda: file.find(inputs) or "", f"{file.path} cannot be read", ValueError)
     new_plan, compute = None, ""
     if not name:
         dtype, _ = engine.get_data_types()
@@ -99,7 +96,7 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
     # Frameworks read the stage from the raw section.
     imply_stage(config._param_dict[SECTION], STRATEGIES[name].stage)
     if new_plan is not None and dist.get_rank() == 0:
-        warn(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')
+        warn_first(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')
         file.keep(name, inputs, new_plan.as_dict())
 
 
@@ -224,11 +221,6 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
 _KEYS = ("strategy", "date", "version", "inputs", "plan")
 
 
-def warn(message: str) -> None:
-    """Log at level WARNING, which DeepSpeed shows by default, because the user did not choose the strategy."""
-    log_dist(f"deepspeed_ext: {message}", ranks=[0], level=logging.WARNING)
-
-
 class Decisions:
     """The decisions in a file, which one rank reads and writes. A damaged file is only logged."""
 
@@ -243,11 +235,11 @@ class Decisions:
             # Compare after a round trip through JSON, which turns tuples into lists.
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
                 name = str(entry["strategy"])
-                hyphenated_name, date = hyphenate(name), entry["date"]
-                warn(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {hyphenated_name}, as decided on {date} ({self.path})')
+                decided = f"as decided on {entry['date']} ({self.path})"
+                warn_first(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {hyphenate(name)}, {decided}')
                 return name
         if entries:
-            warn(f"{self.path} has no decision for this run: choosing again")
+            warn_first(f"{self.path} has no decision for this run: choosing again")
         return None
 
     def keep(self, strategy: str, inputs: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -267,7 +259,7 @@ class Decisions:
             temporary.write_text(text + "\n")
             temporary.replace(self.path)  # atomic, so that other runs never read a partial file
         except (OSError, ValueError, TypeError) as error:
-            warn(f"the decision could not be written to {self.path} ({error}). Set {SECTION}.{DECISION}")
+            warn_first(f"the decision could not be written to {self.path} ({error}). Set {SECTION}.{DECISION}")
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
@@ -281,5 +273,5 @@ class Decisions:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not quietly:
-                warn(f"{self.path} cannot be read ({type(error).__name__}: {error}): choosing again")
+                warn_first(f"{self.path} cannot be read ({type(error).__name__}: {error}): choosing again")
             return []

@@ -26,6 +26,7 @@ from deepspeed_ext.strategy import GroupSizes, ModelStates, Phase, Placement, St
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size
 FETCHED = 50_000_000  # elements in a gather, assumed if only the size of the model is known
+IN_FLIGHT = 2  # transfers at a time with overlap: the side streams of a ``TransferQueue``
 OPTIMIZER_BYTES = {"adam": 12, "muon": 8}  # per parameter: fp32 master copy, and two moments or a momentum
 
 
@@ -131,6 +132,7 @@ class Model:
         compute: seconds of forward and backward of a micro-step.
         fetches: messages that gather all parameters: one for each unit, and for each other module with its own.
         largest_layer: bytes of the largest module's own parameters, or of the largest unit and its gradients.
+        without_units: ``fetches`` and ``largest_layer`` of plain ZeRO-3; None if they are the same.
         bucket: elements of a bucket of gradients.
         held: bytes on the device, if they differ from ``states``: offloaded states take none, and gradients may be
             summed in another dtype.
@@ -152,6 +154,7 @@ class Model:
     compute: float = 0.0
     fetches: int = 1
     largest_layer: float = 0.0
+    without_units: tuple[int, float] | None = None
     bucket: int = BUCKET
     held: ModelStates | None = None
     regathered: bool = True
@@ -226,6 +229,13 @@ class Model:
             for family in self.experts
         ]
         return [(sizes, self), *alone]
+
+    def as_plain(self, bucket: int) -> "Model":
+        """Return the model under a plain stage, which makes no units and has no ordered sums."""
+        fetches, largest_layer = self.without_units or (self.fetches, self.largest_layer)
+        return replace(
+            self, bucket=bucket, fetches=fetches, largest_layer=largest_layer, without_units=None, ordered=()
+        )
 
     @property
     def all_matrices(self) -> float:
@@ -312,17 +322,18 @@ def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, compres
         total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
-    total += _received_parts(sizes, model, "inter" in model.ordered and compression.loco is None)
-    return total + compression.error_bytes_in_step(strategy, sizes, trainable)
+    total += _received_parts(strategy, sizes, model, "inter" in model.ordered and compression.loco is None)
+    return total + 2 * compression.error_bytes(strategy, sizes, trainable)  # before and after the step
 
 
-def _received_parts(sizes: GroupSizes, model: Model, between_groups: bool) -> float:
-    """Return the bytes that ordered sums receive from all ranks before they are summed, in one transfer of each hop.
+def _received_parts(strategy: Strategy, sizes: GroupSizes, model: Model, between_groups: bool) -> float:
+    """Return the bytes that ordered sums receive from all ranks before they are summed, at most.
 
-    Within a group these are as many as in a bucket, between groups as many as in the part of it for one rank of a
-    group. At the boundary, windows are parts of stripes, which are as large as buckets.
+    Within a group a transfer receives as many as in a bucket, between groups as many as in the part of it for one rank
+    of a group. At the boundary, windows are parts of stripes, which are as large as buckets. With overlap, several
+    transfers are in flight.
     """
     bucket = min(model.bucket, model.trainable)
     elements = bucket if "intra" in model.ordered and sizes.group_size > 1 else 0.0
     elements += bucket / sizes.group_size if between_groups and sizes.groups > 1 else 0.0
-    return elements * model.gradient_bytes
+    return (IN_FLIGHT if model.overlaps(strategy).gradients else 1) * elements * model.gradient_bytes

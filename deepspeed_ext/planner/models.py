@@ -3,6 +3,7 @@
 """Counts a model's bytes, layers and FLOPs for the planner."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,6 @@ def describe(
     parameter_bytes: int | None = None,
     gradient_bytes: int | None = None,
     accumulation: int = 1,
-    compute: float = 0.0,
     bucket: int = BUCKET,
     units: Settings | None = None,
 ) -> Model:
@@ -40,7 +40,6 @@ def describe(
         parameter_bytes: bytes of a parameter in forward and backward; by default those of its dtype.
         gradient_bytes: bytes of a gradient; by default those of a parameter.
         accumulation: micro-steps per step.
-        compute: seconds of forward and backward of a micro-step.
         bucket: maximum elements of a bucket of gradients; see ``full_bucket``.
         units: criteria of units with p = I or G; by default those without a key.
 
@@ -51,7 +50,8 @@ def describe(
     if first is None:
         raise ValueError(f"expected a model with parameters, got a {type(model).__name__} without.")
     width = gradient_bytes or parameter_bytes or first.element_size()
-    layers = list(_fetches(model, units or default_settings(model, MAX_LIVE)))
+    units = units or default_settings(model, MAX_LIVE)
+    fetches, largest_layer = _count_fetches(model, units, parameter_bytes)
     states = count_states(dense_parameters(model), parameter_bytes, width)
     experts = tuple(
         Experts(
@@ -62,19 +62,14 @@ def describe(
         )
         for size, params in experts_by_size(model).items()
     )
-    dense_ids = {id(param) for param in dense_parameters(model)}
     elements = round((states.gradients + sum(family.states.gradients for family in experts)) / width)
     return Model(
         states,
         width,
         accumulation,
-        compute,
-        fetches=max(1, sum(any(id(param) in dense_ids for param in layer) for layer, _ in layers)),
-        largest_layer=max(
-            parameter_nbytes(layer, parameter_bytes)
-            + is_unit * parameter_nbytes([param for param in layer if param.requires_grad], parameter_bytes)
-            for layer, is_unit in layers
-        ),
+        fetches=fetches,
+        largest_layer=largest_layer,
+        without_units=_count_fetches(model, replace(units, budget=None), parameter_bytes),
         bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, muon_parameters(dense_parameters(model))))),
         experts=experts,
@@ -144,6 +139,16 @@ def _layers_with(model: nn.Module, owned_params: list[nn.Parameter]) -> Iterator
     """Return the modules that directly own one of these parameters."""
     param_ids = set(map(id, owned_params))
     return (module for module in model.modules() if any(id(p) in param_ids for p in module.parameters(recurse=False)))
+
+
+def _count_fetches(model: nn.Module, units: Settings, parameter_bytes: int | None) -> tuple[int, float]:
+    """Return how many fetches have dense parameters, and the bytes of the largest fetch, with a unit's gradients."""
+    dense_ids, layers = {id(param) for param in dense_parameters(model)}, list(_fetches(model, units))
+    return max(1, sum(any(id(param) in dense_ids for param in layer) for layer, _ in layers)), max(
+        parameter_nbytes(layer, parameter_bytes)
+        + is_unit * parameter_nbytes([param for param in layer if param.requires_grad], parameter_bytes)
+        for layer, is_unit in layers
+    )
 
 
 def _fetches(model: nn.Module, units: Settings) -> Iterator[tuple[list[nn.Parameter], bool]]:

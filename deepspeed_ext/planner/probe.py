@@ -22,18 +22,16 @@ from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, Hop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer
+from deepspeed_ext.console import track_progress
 from deepspeed_ext.loco.ops import load_kernels
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
-from deepspeed_ext.progress import track_progress
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives
 LAST_SIZE_SECONDS = 0.25  # seconds; after a message that takes longer, no larger message is sent
 REPEATS = 3
 RUNS_PER_SAMPLE = 10  # runs in one sample: training also queues hops without waiting for each
-SINGLE_RUN_SECONDS = (
-    0.02  # seconds; if a run takes longer, launch and wait overheads are negligible, so one run is enough
-)
+SINGLE_RUN_SECONDS = 0.02  # if a run takes longer, the overheads of launches and waits are negligible: one is enough
 NO_COST = Rate(0.0, float("inf"))  # the rate of a hop over one rank
 MEMORY_BYTES = 64 * MIB  # size of the buffer that is read and written
 MATRIX = 512  # rows and columns of the multiplied matrices

@@ -11,7 +11,9 @@ from deepspeed.utils import log_dist
 
 from deepspeed_ext.comm.process_groups import ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
+from deepspeed_ext.config.model import PLAIN
 from deepspeed_ext.config.settings import OuterSettings
+from deepspeed_ext.console import warn_first
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import states_on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, hyphenate
@@ -64,7 +66,7 @@ def _equivalent_stage(strategy: Strategy, sizes: GroupSizes, compressed: bool) -
     groups = "one group" if m == n else "groups of one rank"
     size = f"({SECTION}.{GROUP_SIZE} is {m})"
     name = strategy.name.replace(Placement.I.name, (Placement.G if m == n else Placement.N).name)
-    plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, hyphenate(name))
+    plain = PLAIN.get(name, hyphenate(name))
     uncompressed = ", and there are no messages between groups to compress" if compressed and m == n else ""
     equivalent = f", so {strategy} is {plain} here" if plain != str(strategy) else ""
     return f": {groups}{equivalent}{uncompressed} {size}"
@@ -105,11 +107,9 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     p, g, os = (
         sum(getattr(states, part) for _, states in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
     )
-    log_dist(
-        f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy} needs {needed / 1e9:.3g} GB of model states on each "
+    warn_first(
+        f"{SECTION}.{STRATEGY} {strategy} needs {needed / 1e9:.3g} GB of model states on each "
         f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB, and "
         f"optimizer states {os:.3g} GB, over {topology.sizes.ranks} ranks in groups of "
-        f"{topology.sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",
-        ranks=[0],
-        level=logging.WARNING,
+        f"{topology.sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}."
     )

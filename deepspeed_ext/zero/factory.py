@@ -26,10 +26,9 @@ from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import choose_by_budget
 from deepspeed_ext.overrides import bypassed_methods, replace_attributes
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero import native_experts
 from deepspeed_ext.zero.announcement import log_strategy, warn_if_too_large
 from deepspeed_ext.zero.context import Context
-from deepspeed_ext.zero.families import DENSE, Families, Topologies, families_of, topologies_of
+from deepspeed_ext.zero.families import DENSE, Families, Topologies, allow_sharded_experts, families_of, topologies_of
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 from deepspeed_ext.zero.sharded.coordinator import use_coordinator
@@ -129,11 +128,11 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
     engine_module = deepspeed.runtime.engine
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would disable overlap, with a warning
-            stack.enter_context(replace_attributes(engine, zero_overlap_comm=_return_false))
+            stack.enter_context(replace_attributes(engine, zero_overlap_comm=lambda: False))
             record = _call_recorder("DeepSpeedZeroOptimizer")
             stack.enter_context(replace_attributes(engine_module, DeepSpeedZeroOptimizer=record))
         else:
-            stack.enter_context(native_experts.allow_sharding(engine))
+            stack.enter_context(allow_sharded_experts(engine))
             stack.enter_context(
                 replace_attributes(engine_module, DeepSpeedZeRoOffload=_call_recorder("DeepSpeedZeRoOffload"))
             )
@@ -147,10 +146,6 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
             f"expected the engine to create its optimizer for {strategy} by DeepSpeed's class name, got {type(call)}"
         )
     return call
-
-
-def _return_false() -> bool:
-    return False
 
 
 def _reject_patched_methods(strategy: Strategy) -> None:
@@ -168,11 +163,7 @@ def _reject_patched_methods(strategy: Strategy) -> None:
 
 
 def add_outer_optimizer(
-    optimizer: ParoOptimizer,
-    settings: OuterSettings,
-    topology: Topology,
-    hops: Hops,
-    engine: Engine,
+    optimizer: ParoOptimizer, settings: OuterSettings, topology: Topology, hops: Hops, engine: Engine
 ) -> None:
     """Add an outer optimizer to the optimizer of one group. Collective over all groups.
 

@@ -15,11 +15,7 @@ class ScaledOptimizer(Protocol):
 
 
 class LossScale(GradientScale):
-    """The factor of this step's gradients. DeepSpeed may change its scale within the step, for the next backward.
-
-    Args:
-        optimizer: the scaled optimizer.
-    """
+    """The factor of this step's gradients. DeepSpeed may change its scale within the step, for the next backward."""
 
     def __init__(self, optimizer: ScaledOptimizer) -> None:
         self._optimizer = optimizer

@@ -43,7 +43,6 @@ class MicroSteps:
 
     Args:
         context: shared constants.
-        optimizer: the optimizer.
 
     Attributes:
         full_above: a DeepSpeed bucket with more elements has no room for another parameter. DeepSpeed would keep it

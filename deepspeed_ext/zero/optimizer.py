@@ -34,8 +34,8 @@ from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.norms import Norms
 from deepspeed_ext.zero.outer import OuterHooks
 from deepspeed_ext.zero.resync import Resync
+from deepspeed_ext.zero.saved_states import keep_state_dtypes
 from deepspeed_ext.zero.shards import InterGroupSpan
-from deepspeed_ext.zero.state_dtypes import keep_state_dtypes
 from deepspeed_ext.zero.streams import ReductionStream
 
 

@@ -151,7 +151,6 @@ class OuterOptimizer(OuterHooks):
 
     Args:
         context: constants of the group's optimizer.
-        settings: settings of the outer optimizer.
         hops: reduction and gather over the ranks of this number in all groups.
         shards: the group's optimizer.
         report: receives the measures of each outer step; None if nothing is reported.

@@ -61,12 +61,9 @@ def inter_group_spans_of(
     """Return the spans of a parameter that is, or is a part of, a flat buffer.
 
     Args:
-        name: name of the parameter.
         numel: its elements.
-        layout: layout of the flat buffer.
         col: this rank's column.
         buffer: number of the flat buffer in spans.
-        offset: offset of the parameter in the flat buffer.
         start: offset of the flat buffer's chunk in the rank's shard.
     """
     for piece in layout.pieces(Span(offset, numel)):

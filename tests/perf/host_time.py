@@ -67,11 +67,7 @@ def make_model() -> nn.Sequential:
     shapes = growth.shapes()
     size = (len(shapes) - 3) // growth.LAYERS
     layers = [shapes[1 + size * number :][:size] for number in range(growth.LAYERS)]
-    return nn.Sequential(
-        growth.Part(shapes[0]),
-        *map(Layer, layers),
-        *map(growth.Part, shapes[-2:]),
-    )
+    return nn.Sequential(growth.Part(shapes[0]), *map(Layer, layers), *map(growth.Part, shapes[-2:]))
 
 
 def make_deepspeed(section: dict[str, Any]) -> tuple[Step, Step]:
@@ -151,9 +147,9 @@ def main() -> None:
     for method in arguments.methods:
         samples = [value for turn in turns for value in turn[method]]
         low, middle, high = statistics.quantiles(samples, n=4)
-        values = {"median": middle, "low": low, "high": high, "least": min(samples)}
+        values = {"median": middle, "low": low, "high": high, "min": min(samples)}
         rows.append({"method": method, **{f"ms_{name}": round(value, 1) for name, value in values.items()}})
-    records.report(rows, arguments.csv, ["method", "ms_median", "ms_low", "ms_high", "ms_least"])
+    records.report(rows, arguments.csv, ["method", "ms_median", "ms_low", "ms_high", "ms_min"])
 
 
 if __name__ == "__main__":

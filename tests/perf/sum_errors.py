@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm.part_sums import sum_parts
+from deepspeed_ext.comm.backends import sum_parts
 from tests.perf.lib import plots, records
 
 RANKS = (2, 4, 8, 16, 32, 64)

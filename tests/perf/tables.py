@@ -91,7 +91,7 @@ def host_time() -> Table:
     rows = read_rows(RESULTS / "host_time.csv")
     quartiles = [f"{float(row['ms_low']):.0f} to {float(row['ms_high']):.0f}" for row in rows]
     lines = [
-        [hyphenate(row["method"]), f"{float(row['ms_median']):.0f}", both, f"{float(row['ms_least']):.0f}"]
+        [hyphenate(row["method"]), f"{float(row['ms_median']):.0f}", both, f"{float(row['ms_min']):.0f}"]
         for row, both in zip(rows, quartiles, strict=True)
     ]
     return ["CPU ms per step", "median", "quartiles", "smallest"], lines

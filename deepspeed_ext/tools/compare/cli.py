@@ -15,7 +15,7 @@ from typing import Any
 
 import hjson
 
-from deepspeed_ext.progress import progress_bar
+from deepspeed_ext.console import progress_bar
 from deepspeed_ext.tools.arguments import new_file, number
 from deepspeed_ext.tools.compare import launching
 from deepspeed_ext.tools.compare.launching import PLACEHOLDER, Launcher, RunFailed, environment, exit_on_signals, run

@@ -190,11 +190,12 @@ def run(arguments: argparse.Namespace) -> None:
     budget = None if arguments.memory_gb is None else arguments.memory_gb * GIGA
     # ``offload_param`` needs sharded parameters.
     allowed = lambda row: model.host is None or row.p != Placement.N  # noqa: E731
-    plans = [plan(sizes, model, rates, budget, compressions=[form], allowed=allowed) for form in COMPRESSIONS]
+    forms = dict(zip(("exact", "loco", "both"), COMPRESSIONS, strict=True))
+    forms = {name: form for name, form in forms.items() if form.allows_sums(model.ordered)}
+    plans = [plan(sizes, model, rates, budget, compressions=[form], allowed=allowed) for form in forms.values()]
     if saves is not None:
-        plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, COMPRESSIONS, strict=True)]
-    by_name = zip(("exact", "loco", "both"), plans, strict=True)
-    document = {name: _document(planned, saves) for name, planned in by_name}
+        plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, forms.values(), strict=True)]
+    document = {name: _document(planned, saves) for name, planned in zip(forms, plans, strict=True)}
     table: Callable[[], str] = partial(report.table, plans, saves)
     if settings is not None:
         outer = plan_outer(sizes, model, rates, settings, budget)

@@ -72,6 +72,7 @@ class WhatIf:
         """Return predictions of all strategies in all forms, and of the plain stages; the fastest first."""
         running = self.recorded.planner_input.sent
         forms = [form for form in _FORMS if _bits(form) != _bits(running)] + [running]
+        forms = [form for form in forms if form.allows_sums(self.model.ordered)]
         rows = [self._row(name, form) for form in forms for name, row in STRATEGIES.items() if form.allows(row)]
         rows += [] if self.model.all_matrices else [self._row(stage) for stage in PLAIN.values()]
         return sorted(rows, key=lambda row: row.seconds)

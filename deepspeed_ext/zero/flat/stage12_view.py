@@ -31,9 +31,7 @@ class Stage12View:
     round_robin_gradients: bool  # whether the order of the flat buffer is not that of the model
     # Contents of partitions.
     grad_partition_insertion_offset: dict[int, dict[int, dict[int, int]]]  # offset in a partition, by number, rank, id
-    grad_position: dict[
-        int, list[int]
-    ]  # with offload, by id: number, first element of the parameter, offset, elements
+    grad_position: dict[int, list[int]]  # with offload, by id: number, first element, offset, elements
     grad_start_offset: dict[int, dict[int, dict[int, int]]]  # first element of the parameter, by number, rank, id
     is_grad_computed: dict[int, dict[int, dict[int, bool]]]  # whether its gradient is computed, by number, rank, id
     param_to_partition_ids: dict[int, dict[int, list[int]]]  # ranks of the partitions with a parameter, by number, id

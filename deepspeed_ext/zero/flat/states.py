@@ -35,15 +35,15 @@ from deepspeed_ext.comm.agreement import all_reduce_max, any_rank
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.relayout import DeferredExchange, Relayout
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
-from deepspeed_ext.zero.momentum import (
+from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
+from deepspeed_ext.zero.saved_states import (
     MOMENTUM_SCALE,
+    first_difference,
     partition_momentum,
     sharding_mismatch,
     unscaled_momentum,
     with_momentum,
 )
-from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
-from deepspeed_ext.zero.parameter_order import first_difference
 
 State = Mapping[str, Any]
 _Layouts = Mapping[int, FlatLayout]  # layouts of flat buffers that a file has in its own order, by number
@@ -66,11 +66,7 @@ class PartitionedOptimizer(Protocol):
 
 
 class FlatStates:
-    """The state dicts of an optimizer of stage 1 or 2.
-
-    Args:
-        optimizer: the optimizer.
-    """
+    """The state dicts of an optimizer of stage 1 or 2."""
 
     def __init__(self, optimizer: PartitionedOptimizer) -> None:
         self._optimizer = optimizer
@@ -285,7 +281,6 @@ def with_partition_momentum(buffers: Sequence[FlatBuffer], state: State, group: 
 
     Args:
         buffers: Muon's flat buffers.
-        state: this rank's state dict.
         group: the ranks that share the optimizer's dense states. They include the ranks that share the states of this
             rank's experts; the other ranks have experts of the same shapes, saved in the same way.
 

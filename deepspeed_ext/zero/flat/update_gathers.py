@@ -273,7 +273,6 @@ class UpdateGathers:
         """Make the modules of a model wait for the parameters that they use.
 
         Args:
-            module: the model.
             positions: positions of its trained parameters, by their ids.
         """
         last = {position: number for number, window in enumerate(self._windows) for position in window.members}

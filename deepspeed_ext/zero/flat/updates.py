@@ -29,7 +29,6 @@ class FlatGroups(list[Tensor]):
     """DeepSpeed's list of flat buffers, which gathers itself; see ``integration/seams.py``.
 
     Args:
-        buffers: DeepSpeed's flat buffers.
         updates: all-gathers of updated parameters.
     """
 
@@ -88,7 +87,6 @@ class FlatUpdates:
 
     Args:
         context: shared constants; a strategy with p = N.
-        buffers: all flat buffers.
         resync: decides which updates are sent in full.
         flat: DeepSpeed's list of flat buffers, 1D.
         partitions: DeepSpeed's list of the partitions of each flat buffer; empty while parameters are offloaded.

@@ -7,18 +7,18 @@ model to its middle: no compute overlaps a copy before the first module, nor bet
 the last module.
 """
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils import get_z3_leaf_modules, log_dist
+from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.config.keys import CACHE_BYTES, SECTION
 from deepspeed_ext.config.section import offloads
+from deepspeed_ext.console import warn_first
 from deepspeed_ext.deepspeed_types import ZeroConfig, ZeroParameter
 from deepspeed_ext.leaf.chunks import chunked_modules
 from deepspeed_ext.leaf.units import exclude_from_fetches, keep_signatures
@@ -196,11 +196,9 @@ def _choose_cached(context: Context, module: nn.Module, budget: int) -> frozense
         if nbytes <= free:
             free -= nbytes
             cached |= ds_ids
-    log_dist(
-        f"deepspeed_ext: {SECTION}.{CACHE_BYTES} {budget} keeps {budget - free:,} of {sum(sizes.values()):,} bytes of "
-        f"slices on each device ({len(cached)} of {len(sizes)} parameters), the ends of the model first",
-        ranks=[0],
-        level=logging.WARNING,
+    warn_first(
+        f"{SECTION}.{CACHE_BYTES} {budget} keeps {budget - free:,} of {sum(sizes.values()):,} bytes of "
+        f"slices on each device ({len(cached)} of {len(sizes)} parameters), the ends of the model first"
     )
     return frozenset(cached)
 

@@ -23,14 +23,14 @@ from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import name_in_all
-from deepspeed_ext.zero.momentum import (
+from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
+from deepspeed_ext.zero.saved_states import (
     MOMENTUM_SCALE,
     saved_scale,
     sharding_mismatch,
     unscaled_momentum,
     with_momentum,
 )
-from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.sharded.parameter_chunks import owned_span
 from deepspeed_ext.zero.sharded.parameters import ShardedParameters
 from deepspeed_ext.zero.sharded.reduction import GradientReduction

@@ -163,7 +163,6 @@ class RowCache:
         """Copy received columns of a parameter's rows.
 
         Args:
-            columns: the columns of its rows.
             rows: values of these columns, on the device.
         """
         if (cached := self._rows.get(ds_id)) is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm import part_sums
+from deepspeed_ext.comm import backends
 from deepspeed_ext.loco import lossless, ops, reference
 from deepspeed_ext.loco.reference import Packing
 from tests.campaigns.kernels.drawing import Drawing
@@ -107,7 +107,7 @@ def _lossless_rows(compare: Comparison, draw: Drawing, count: int, some: Sequenc
     for row, (updated, before) in zip(some, pairs, strict=True):
         tiles = torch.empty(1, dtype=torch.int32)
         lossless.measure(updated, before, tiles)
-        lossless.pack(updated, before, ops.header_of(tiles)[0], packed[row : row + 1])
+        lossless.pack(updated, before, lossless.header_of(tiles)[0], packed[row : row + 1])
         retained[row] = before[0]
     compare.emulator.kernels["lossless_apply"](packed, retained)
     compare.same(
@@ -254,7 +254,7 @@ def _large_lossless(compare: Comparison, draw: Drawing) -> None:
         case, units, begin = f"large lossless, tile {tile}", int(word) & (2**30 - 1), 4 * tiles + 2 * size * tile
         compare.same(measured[tile : tile + 1], word, f"{case}, measured")
         row = torch.empty(1, 4 + 2 * units, dtype=torch.uint8)
-        lossless.pack(now, before, ops.header_of(word)[0], row)
+        lossless.pack(now, before, lossless.header_of(word)[0], row)
         section, places = wire[:, begin : begin + 2 * units], wire[:, 4 * tile : 4 * tile + 4]
         compare.same(section[:1], row[:, 4:], f"{case}, section")
         compare.same(places[0], header[tile : tile + 1].view(torch.uint8), f"{case}, header")
@@ -281,7 +281,7 @@ def _large_sum(compare: Comparison, draw: Drawing) -> None:
         compare.emulator.kernels["sum_parts"](parts, out)
     for own in slices.values():
         expected = torch.empty(own.stop - own.start, dtype=torch.bfloat16)
-        part_sums.reference(parts[:, own], expected)
+        backends.sum_reference(parts[:, own], expected)
         compare.same(out[own], expected, f"large sum at {own.start}")
 
 

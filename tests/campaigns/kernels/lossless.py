@@ -34,7 +34,7 @@ def _mode(compare: Comparison, draw: Drawing, kind: str, width: int, dtype: torc
     if not compare("lossless_measure", (*sent, tiles), case):
         return
     results = tiles.view if draw.random.random() < 0.6 else drawn_header(draw, updated, retained, 1024)
-    header, size = ops.header_of(results)
+    header, size = lossless.header_of(results)
     spare = choice((0, 0, 2, 6, 16, 500, -2, -100, -int(size) // 2 // 2 * 2))  # below 0: it is cut
     row = torch.full((1, max(4 * count, int(size) + spare)), 7, dtype=torch.uint8)
     wire = Placed(row, BOTH, choice((0, 2, 4, 8, 16)), known=False)
@@ -72,7 +72,7 @@ def strange(compare: Comparison, draw: Drawing, amount: float) -> None:
     for _ in range(max(1, round(150 * amount))):
         dtype, width = choice(ops.LOSSLESS_DTYPES), choice((1, 31, 1023, 1024, 1025, 2500, 5000))
         updated, retained = draw.parameters(choice(KINDS), width, dtype)
-        header, size = ops.header_of(drawn_header(draw, updated, retained, 2000))  # larger than any best one
+        header, size = lossless.header_of(drawn_header(draw, updated, retained, 2000))  # larger than any best one
         wire = Placed(torch.full((1, int(size)), 7, dtype=torch.uint8), BOTH, choice((0, 2)), known=False)
         case = f"large sections, {width}"
         arguments = (Placed(updated, Use.READ), Placed(retained, Use.READ), Placed(header, Use.READ), wire)
@@ -123,7 +123,7 @@ def _any_rows(draw: Drawing, rows: int, tiles: int) -> Tensor:
 def _packed(updated: Tensor, held: Tensor) -> Tensor:
     tiles = torch.empty(lossless.tiles_of(updated.shape[1]), dtype=torch.int32)
     lossless.measure(updated, held, tiles)
-    header, size = ops.header_of(tiles)
+    header, size = lossless.header_of(tiles)
     wire = torch.empty(1, int(size), dtype=torch.uint8)
     lossless.pack(updated, held, header, wire)
     return wire

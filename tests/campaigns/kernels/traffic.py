@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_ext.loco import lossless, ops, reference
+from deepspeed_ext.loco import lossless, reference
 from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.op_builder import source_folder
 from tests.campaigns.kernels.drawing import Drawing
@@ -126,7 +126,7 @@ def _lossless(draw: Drawing, kind: str) -> Iterator[Case]:
     updated, retained = draw.parameters(kind, WIDTH, torch.bfloat16)
     tiles = torch.zeros(lossless.tiles_of(WIDTH), dtype=torch.int32)
     lossless.measure(updated, retained, tiles)
-    header, size = ops.header_of(tiles)
+    header, size = lossless.header_of(tiles)
     wire = torch.zeros(1, int(size), dtype=torch.uint8)
     lossless.pack(updated, retained, header, wire)
     registered = Use(0) if kind == "any" else Use.READ  # parameters that change too much cross as they are

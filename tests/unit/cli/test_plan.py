@@ -77,9 +77,11 @@ def test_a_table_of_all_strategies_and_a_reason(plan: Plan) -> None:
     row = rows_of(output)["NNG"]
     assert row[3] == "1.75" and float(row[7]) == pytest.approx(2.625 * (1 + 1 / 4), abs=0.01)
     assert float(row[11]) == pytest.approx(32 / 32) and "not compared with plain stages: with Muon" in output
-    # Gradients are sent in 4 bytes and summed in order: an eighth of windows of 7e9 / 16 elements. Kept in 2 bytes.
-    row = rows_of(plan(*SEVEN, "--gradient-dtype", "fp32", "--reduce", "ordered"))["NNG"]
-    assert row[2:5] == ["14.00", "2.62", f"{4 * 7 / 32 + 4 * 7 / 16 / 8:.2f}"] and row[7] == f"{2.625 * 1.5:.2f}"
+    # Sent in 4 bytes and summed in order: an eighth of two windows of 7e9 / 16 elements. Kept in 2 bytes.
+    output = plan(*SEVEN, "--gradient-dtype", "fp32", "--reduce", "ordered")
+    row = rows_of(output)["NNG"]
+    assert row[2:5] == ["14.00", "2.62", f"{4 * 7 / 32 + 2 * 4 * 7 / 16 / 8:.2f}"] and row[7] == f"{2.625 * 1.5:.2f}"
+    assert "LoCo" not in output and "LoCo" in plan(*SEVEN, "--reduce", "ordered_everywhere")
     output = plan(*SEVEN, "--micro-step-seconds", "4", "--overlap-updates")
     assert rows_of(output)["NNG"][8] == "4" and "compute is assumed" not in output
 

@@ -109,6 +109,17 @@ def test_units_without_a_key() -> None:
     assert settings_and_live(parse_section({"paro_strategy": "GGG"}), model)[0].budget is None
 
 
+class ExpertLayer(mixtures.Layer):
+    """A layer with a class name that a mixture could have."""
+
+
+def test_a_parent_of_a_mixture_is_none() -> None:
+    model = nn.ModuleDict({"body": mixtures.Mixtures((13, 7))})
+    model["body"].first = ExpertLayer(mixtures.MixtureOfExperts(13, 2))
+    choices = {choice.name: choice for choice in choose(model, Settings(10**12, 0, LIVE))}
+    assert choices["body"].why == "it contains a stack of layers" and not choices["body.first"].why
+
+
 def test_max_live_parameters_caps_units() -> None:
     # A layer has 1936 parameters, its mixture 1696, an expert 413.
     assert chosen("Mixtures", None, 10**12, 1936)["classes"] == ["Layer", "Stem"]

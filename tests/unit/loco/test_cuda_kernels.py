@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco import lossless, ops, reference
 from deepspeed_ext.loco.reference import Packing
 from scripts import ROOT
 from tests.campaigns.kernels import resources
@@ -90,7 +90,7 @@ def test_cuda_graph_captures_kernels(gpu: None) -> None:
     wire, out = packing.empty(2, 5000, gradient), torch.empty(5000, device="cuda")
     updated = torch.randn(1, 5000, device="cuda").bfloat16()
     replica = torch.zeros_like(updated)
-    header, size = ops.header_of(ops.measure(updated, replica))
+    header, size = lossless.header_of(ops.measure(updated, replica))
     packed = torch.zeros(1, int(size), dtype=torch.uint8, device="cuda")
     ops.compress(gradient, wire, packing)
     ops.decompress(wire, out, packing)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepspeed_ext.comm import part_sums
+from deepspeed_ext.comm import backends
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.reference import Packing
 from tests.harness.cuda_on_cpu.emulator import bits_of
@@ -176,8 +176,8 @@ def test_sums_of_parts_match_reference_bits(dtype: torch.dtype) -> None:
         parts[-1] = -parts[0].mul_(1e4)  # these cancel, and leave the rounding of the sums between them
         parts[count // 2, 0], parts[:, -1] = float("nan"), -0.0
         expected = torch.empty(width, dtype=dtype)
-        part_sums.reference(parts, expected)
-        assert torch.equal(bits_of(part_sums.sum_parts(parts)), bits_of(expected)), (count, width)
+        backends.sum_reference(parts, expected)
+        assert torch.equal(bits_of(backends.sum_parts(parts)), bits_of(expected)), (count, width)
     with pytest.raises(RuntimeError, match="with the width and the dtype of at least one part"):
         torch.ops.deepspeed_paro.sum_parts(parts, expected[1:])
 
@@ -225,7 +225,7 @@ def test_differences_refuse_unsuitable_tensors() -> None:
 
 WITHOUT_COMPILER = """
 import warnings, torch
-from deepspeed_ext.comm.part_sums import sum_parts
+from deepspeed_ext.comm.backends import sum_parts
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.reference import Packing
 with warnings.catch_warnings(record=True) as seen:

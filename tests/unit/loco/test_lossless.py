@@ -42,7 +42,7 @@ def parameters(kind: str, width: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def packed(updated: Tensor, replica: Tensor, spare: int = 0) -> Tensor:
     """Return the packed row, followed by spare bytes."""
-    header, size = ops.header_of(ops.measure(updated, replica))
+    header, size = lossless.header_of(ops.measure(updated, replica))
     wire = torch.full((1, int(size) + spare), 7, dtype=torch.uint8)
     ops.pack(updated, replica, header, wire)
     return wire
@@ -70,7 +70,7 @@ def test_lossless_kernels_match_reference_bytes(dtype: torch.dtype, kind: str, w
     for measure, pack, apply in (OF_REFERENCE, OF_KERNELS):
         tiles = torch.full((count,), 7, dtype=torch.int32)
         measure(updated, replica, tiles)
-        header, size = ops.header_of(tiles)
+        header, size = lossless.header_of(tiles)
         assert size <= (2 * lossless.TILE + 4) * count  # plain, with what fills the last tile, and the header
         wire = torch.full((1, int(size) + 6), 7, dtype=torch.uint8)
         pack(updated, replica, header, wire)
@@ -95,7 +95,7 @@ def test_all_bit_patterns_are_restored(dtype: torch.dtype, run: Operators) -> No
         updated, replica = everything.view(1, -1).view(dtype), previous.clone().view(1, -1).view(dtype)
         tiles = torch.empty(ALL_BITS // lossless.TILE, dtype=torch.int32)
         run[0](updated, replica, tiles)
-        header, size = ops.header_of(tiles)
+        header, size = lossless.header_of(tiles)
         wire = torch.empty(1, int(size), dtype=torch.uint8)
         run[1](updated, replica, header, wire)
         run[2](wire, replica)
@@ -155,7 +155,7 @@ def test_tiles_beyond_the_wire_are_omitted(kind: str) -> None:
     width = 4 * lossless.TILE
     updated, replica = parameters(kind, width, torch.bfloat16)
     complete_wire = packed(updated, replica)
-    header, size = ops.header_of(ops.measure(updated, replica))
+    header, size = lossless.header_of(ops.measure(updated, replica))
     starts = 4 * len(header) + 2 * (header & (2**30 - 1)).long()
     for cut in (2, 400, int(size) // 2 // 2 * 2, int(size) - 16):
         length = int(size) - cut
@@ -178,7 +178,7 @@ def test_tiles_beyond_the_wire_are_omitted(kind: str) -> None:
 def test_opcheck() -> None:
     updated, replica = parameters("most", 1500, torch.bfloat16)
     tiles = ops.measure(updated, replica)
-    header, _ = ops.header_of(tiles)
+    header, _ = lossless.header_of(tiles)
     wire = packed(updated, replica)
     torch.library.opcheck(KERNEL.lossless_measure.default, (updated, replica, torch.zeros_like(tiles)))
     torch.library.opcheck(KERNEL.lossless_pack.default, (updated, replica, header, torch.zeros_like(wire)))
@@ -187,7 +187,7 @@ def test_opcheck() -> None:
 
 def test_unsuitable_tensors_are_refused() -> None:
     updated, replica = parameters("most", 1500, torch.bfloat16)
-    header, _ = ops.header_of(ops.measure(updated, replica))
+    header, _ = lossless.header_of(ops.measure(updated, replica))
     wire = packed(updated, replica)
     for numbers in (updated.float(), bits(updated)):
         for call in (lambda x: ops.measure(x, x), lambda x: ops.pack(x, x, header, wire)):

@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch.distributed import distributed_c10d
 
+from deepspeed_ext.leaf.modules import is_set_by_choice
 from deepspeed_ext.pipeline import agreement
 from deepspeed_ext.strategy import STRATEGIES
 from tests.harness import pipelines
@@ -88,6 +89,21 @@ def refused_case() -> list[str]:
     )
     config, parameters = pipelines.configuration(pipe, {"stage": 2}), list(module.parameters())
     return [*errors, error_of(deepspeed.initialize, model=module, model_parameters=parameters, config=config)]
+
+
+def test_plain_stage_3_has_the_units_of_GGG(ranks: Any) -> None:
+    for plain, strategy in ranks(4).run(units_case):
+        assert plain == strategy != []
+
+
+def units_case() -> list[list[str]]:
+    """Return the names of units in a pipeline at plain stage 3, and with G-G-G."""
+    names = []
+    for zero in ({"stage": 3}, {"paro_strategy": "GGG"}):
+        engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
+        names.append([name for name, module in engine.module.named_modules() if is_set_by_choice(module)])
+        engine.destroy()
+    return names
 
 
 def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:

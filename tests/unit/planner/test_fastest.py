@@ -12,6 +12,8 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups
 
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
@@ -186,6 +188,18 @@ def test_memory_bounds_the_choice(ranks: Any, file: str) -> None:
     )
     for error in ranks(4).run_expect_error(engine_case, {**zero, "paro_memory_gb": 1e-5}, {}):
         assert re.search(message, error.message), error.message
+
+
+def test_gradients_of_sequence_parallelism_are_in_fp32(ranks: Any, file: str) -> None:
+    """It is DeepSpeed's default: ``seq_parallel_communication_data_type``."""
+    ranks(2).run(sequence_parallel_case, file)
+    assert entries(file)[0]["inputs"]["moved"]["gradients"] == 4 * 6000
+
+
+def sequence_parallel_case(file: str) -> None:
+    parallel_state_sp.initialize_sequence_parallel(2)
+    with mock.patch.object(groups, "mpu", parallel_state_sp):
+        engine_case({"paro_decision_file": file}, {"bf16": {"enabled": True}, "sequence_parallel_size": 2})
 
 
 def test_muons_matrices_are_counted(ranks: Any, file: str) -> None:

@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import nn
 
+from deepspeed_ext.comm import transfer_queue
 from deepspeed_ext.config.settings import ORDERED_LEVELS, LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.costs import predict
-from deepspeed_ext.planner.memory import Experts, Model
+from deepspeed_ext.planner.costs import predict, predict_plain_stage
+from deepspeed_ext.planner.memory import IN_FLIGHT, Experts, Model
+from deepspeed_ext.planner.models import describe
 from deepspeed_ext.planner.rates import HopRates, Latencies, Rate, Rates, fit, hop_latency
 from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates, Volume
 
@@ -78,10 +81,30 @@ def test_ordered_sums_hold_the_parts_of_all_ranks(name: str) -> None:
     plain, between, everywhere = (
         predict(row, CLUSTER, replace(model, ordered=ORDERED_LEVELS[value]), RATES) for value in ORDERED_LEVELS
     )
-    # The part of a bucket for one of 4 ranks; within groups a bucket. In 2 bytes.
-    assert between.transient - plain.transient == pytest.approx(2 * 1e8 / 4)
-    assert everywhere.transient - between.transient == pytest.approx(2e8)
+    # Twice the part of a bucket for one of 4 ranks; within groups twice a bucket. In 2 bytes.
+    assert between.transient - plain.transient == pytest.approx(2 * 2 * 1e8 / 4)
+    assert everywhere.transient - between.transient == pytest.approx(2 * 2e8)
     assert everywhere.volume == plain.volume
+    alone = predict(row, CLUSTER, replace(model, overlap=False, ordered=ORDERED_LEVELS["ordered"]), RATES)
+    assert alone.transient - plain.transient == pytest.approx(2 * 1e8 / 4)
+    assert IN_FLIGHT == transfer_queue._SIDE_STREAMS
+
+
+def test_ordered_sums_between_groups_exclude_loco() -> None:
+    for value, allowed in (("backend", 2), ("ordered", 1), ("ordered_everywhere", 2)):
+        model = replace(MODEL, ordered=ORDERED_LEVELS[value])
+        rows = plan(CLUSTER, model, RATES, compressions=[Compression(), Compression(LocoSettings())]).predictions
+        assert len(rows) == allowed * len(STRATEGIES) and any(row.loco for row in rows) == (allowed == 2)
+
+
+def test_plain_zero_3_is_predicted_without_units() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16)  # six of its modules have parameters
+    model = describe(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False))
+    assert (model.fetches, model.without_units) == (4, (24, 4 * 3 * 8 * 9))
+    rates = Rates(*[HopRates(Rate(1.0, 1e9), Rate(1.0, 1e9))] * 2)
+    plain, ours = predict_plain_stage("GGG", CLUSTER, model, rates), predict(STRATEGIES["GGG"], CLUSTER, model, rates)
+    assert (round(plain.busy["within"]), round(ours.busy["within"])) == (2 * 24 + 1, 2 * 4 + 1)
+    assert ours.transient > plain.transient
 
 
 # Of all trained parameters, 3/16 cross to a rank at once: how often reductions, sums that come back, and updates do.

@@ -49,6 +49,13 @@ def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:
     assert parts["between"] == exact.seconds["between"]
 
 
+def test_ordered_sums_have_no_rows_with_loco() -> None:
+    training = recorded()
+    model = replace(training.planner_input.model, ordered=("inter",))
+    rows = WhatIf(training, training.planner_input.cluster, model).rows
+    assert rows and not any(row.prediction.loco for row in rows)
+
+
 def test_links_are_those_given_and_else_the_probed_ones() -> None:
     training = recorded()
     was = training.planner_input.cluster

@@ -264,7 +264,7 @@ def test_quantized_updates_keep_only_errors_of_sums(ranks: Any, kernels: bool, n
     shard = numel / cluster.ranks
     for rows in ranks(4).run(few_bits_case, cases):
         for (name, zero), growth, after, within in rows:
-            errors = sent.error_bytes_in_step(STRATEGIES[name], cluster, numel)
+            errors = 2 * sent.error_bytes(STRATEGIES[name], cluster, numel)
             assert within == pytest.approx(errors, rel=0.02), name
             assert after == pytest.approx(errors / 2, rel=0.02), name
             assert growth == pytest.approx(after, abs=0.02 * shard), (name, zero)

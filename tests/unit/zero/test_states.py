@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.zero.muon import MOMENTUM
-from deepspeed_ext.zero.state_dtypes import keep_state_dtypes
+from deepspeed_ext.zero.saved_states import keep_state_dtypes
 from tests.harness import training
 from tests.harness.parity_table import PARAMETER_PATHS
 from tests.harness.snapshots import error_of

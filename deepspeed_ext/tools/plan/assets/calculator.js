@@ -59,10 +59,10 @@ function hop_latency(ranks, nodes) {
 }
 
 function of_links(sizes, nodes, intra_gbps, inter_gbps) {
-  const [own, node] = [(intra_gbps * 1e9) / 8, (inter_gbps * 1e9) / 8];
-  const inter = nodes === 1 ? own : Math.min(own, node / sizes.group_size); // ranks share their node's link
+  const [gpu, node] = [(intra_gbps * 1e9) / 8, (inter_gbps * 1e9) / 8];
+  const inter = nodes === 1 ? gpu : Math.min(gpu, node / sizes.group_size); // ranks share their node's link
   return {
-    intra: { latency: hop_latency(sizes.group_size, 1), bandwidth: own },
+    intra: { latency: hop_latency(sizes.group_size, 1), bandwidth: gpu },
     inter: { latency: hop_latency(sizes.groups, nodes), bandwidth: inter },
   };
 }

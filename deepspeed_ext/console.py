@@ -1,10 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bars of long operations, on the terminal of the first rank only.
+"""What rank 0 shows: log lines, and progress bars of long operations.
 
 A bar is written to stderr if that is a terminal, so logs and pipes have none.
 """
 
+import logging
 import os
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
@@ -12,6 +13,18 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 _Item = TypeVar("_Item")
+
+
+def log_first(message: str, level: int = logging.INFO) -> None:
+    """Log a message on rank 0 by DeepSpeed's logger, which hides INFO by default."""
+    from deepspeed.utils import log_dist  # late: commands show bars without DeepSpeed
+
+    log_dist(f"deepspeed_ext: {message}", ranks=[0], level=level)
+
+
+def warn_first(message: str) -> None:
+    """Log a warning on rank 0."""
+    log_first(message, logging.WARNING)
 
 
 def progress_bar(total: int, label: str, unit: str) -> "tqdm[Any]":

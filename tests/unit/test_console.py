@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ext import progress
+from deepspeed_ext import console
 
 
 class Terminal(io.StringIO):
@@ -32,8 +32,8 @@ def shown_by(work: Callable[[], object]) -> tuple[str, str]:
 
 def bars() -> None:
     """Show both kinds of bars."""
-    assert sum(progress.track_progress([1, 2, 3], "adding", "number")) == 6
-    with progress.progress_bar(2, "waiting", "turn") as shown:
+    assert sum(console.track_progress([1, 2, 3], "adding", "number")) == 6
+    with console.progress_bar(2, "waiting", "turn") as shown:
         shown.update()
         shown.update()
 
