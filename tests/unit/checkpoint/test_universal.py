@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import LOSS_SCALER
 
 from deepspeed_ext.checkpoint import to_universal, universal
-from deepspeed_ext.zero.momentum import MOMENTUM
+from deepspeed_ext.zero.saved_states import MOMENTUM
 from tests.harness import snapshots, training
 from tests.harness.snapshots import job_of, job_of_kind
 from tests.harness.tiers import by_strategies, deep
