@@ -23,6 +23,7 @@ from tests.harness.cuda_on_cpu.emulator import Order, Use, Variant, bits_of
 BOTH = Use.READ | Use.WRITE
 _TILE = 4096  # elements of a thread block of gradients
 _ALONG = 65535  # rows of one dimension of a grid
+_GRID = 3 * _ALONG  # rows of a grid that is three deep
 _SHUFFLED = Variant(Order.SHUFFLED, Order.SHUFFLED)
 
 
@@ -81,12 +82,16 @@ def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
     emulator, count, width = compare.emulator, 2 * _ALONG + 3000, 3
     edges = (0, 1, 2, *range(_ALONG - 2, _ALONG + 2), *range(2 * _ALONG - 1, 2 * _ALONG + 2), count - 1)
     subset = sorted({*edges, *draw.random.sample(range(count), 100)})
-    packing, gradient, retained = Packing(4, 32), torch.randn(count, width), torch.randn(count, width)
-    wire = torch.zeros(count, packing.row_bytes(width), dtype=torch.uint8)
-    remaining = torch.zeros(count, 48, dtype=torch.uint8)
+    packing = Packing(4, 32)
+    # As many rows as the grid has: memory after the last one is ours, so a write to it is found wherever it is.
+    buffers = [torch.randn(_GRID, width), torch.randn(_GRID, width)]
+    buffers += [torch.full((_GRID, size), 0x3F, dtype=torch.uint8) for size in (packing.row_bytes(width), 48)]
+    after = [buffer[count:].clone() for buffer in buffers]
+    gradient, retained, wire, remaining = (buffer[:count] for buffer in buffers)
+    remaining.zero_()
     sent, saved_part, arrived = torch.zeros_like(wire[subset]), torch.zeros_like(remaining[subset]), retained[subset]
     emulator.set(_SHUFFLED)
-    with emulator.only([*subset, count, count + 1, 3 * _ALONG - 1]):  # the last ones are after the last row
+    with emulator.only([*subset, count, count + 1, _GRID - 1]):  # the last ones are after the last row
         reference.compress(gradient[subset], sent, None, saved_part, 4, 32, 0.0, 1.0, False)
         emulator.kernels["loco_compress"](gradient, wire, None, remaining, 4, 32, 0.0, 1.0, False)
         compare.same(wire[subset], sent, "many rows, loco_compress")
@@ -98,18 +103,26 @@ def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
         emulator.kernels["loco_apply"](wire, retained, 4, 32)
         compare.same(retained[subset], arrived, "many rows, loco_apply")
         _lossless_rows(compare, draw, count, subset)
+    for buffer, before in zip(buffers, after, strict=True):
+        compare.same(buffer[count:], before, "many rows, after the last one")
 
 
 def _lossless_rows(compare: Comparison, draw: Drawing, count: int, some: Sequence[int]) -> None:
-    packed = torch.zeros(count, 4 + 2 * lossless.TILE, dtype=torch.uint8)
-    retained = torch.zeros(count, 2, dtype=torch.bfloat16)
+    packed = torch.zeros(_GRID, 4 + 2 * lossless.TILE, dtype=torch.uint8)
+    retained = torch.zeros(_GRID, 2, dtype=torch.bfloat16)
     pairs = [draw.parameters("any", 2, torch.bfloat16) for _ in some]
     for row, (updated, before) in zip(some, pairs, strict=True):
         tiles = torch.empty(1, dtype=torch.int32)
         lossless.measure(updated, before, tiles)
         lossless.pack(updated, before, lossless.header_of(tiles)[0], packed[row : row + 1])
         retained[row] = before[0]
-    compare.emulator.kernels["lossless_apply"](packed, retained)
+    packed[count] = packed[some[1]]  # would change that row
+    compare.emulator.kernels["lossless_apply"](packed[:count], retained[:count])
+    compare.same(
+        retained[count:].view(torch.int16),
+        torch.zeros(_GRID - count, 2, dtype=torch.int16),
+        "many rows, after the last one",
+    )
     compare.same(
         retained[list(some)].view(torch.int16),
         torch.cat([updated for updated, _ in pairs]).view(torch.int16),

@@ -120,11 +120,16 @@ _FAULTS: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("loco_cuda.cu", "plain", "rows"): [
         ("  if (at.row >= job.rows) return;  // the same for the whole thread block\n", "")
     ],
+    ("difference_cuda.cu", "plain", "rows"): [
+        ("  if (at.row >= job.rows) return;  // the same for the whole thread block\n", ""),
+        ("at.row >= job.rows || !at.inside", "!at.inside"),
+    ],
     ("cuda_block.h", "plain", "rows"): [
         ("constexpr int64_t kMostRows = 65535;", "constexpr int64_t kMostRows = 1 << 20;")
     ],
     ("lossless_cuda.cu", "plain", "rows"): [
-        ("constexpr int64_t kMostRows = 65535;", "constexpr int64_t kMostRows = 65536;")
+        ("constexpr int64_t kMostRows = 65535;", "constexpr int64_t kMostRows = 65536;"),
+        ("  if (row >= job.rows) return;  // the same for the whole thread block\n", ""),
     ],
     ("cuda_block.h", "plain", "large"): [
         ("static_cast<int64_t>(blockIdx.x) * kTile", "static_cast<int>(blockIdx.x * kTile)")
