@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What rank 0 shows: log lines, and progress bars of long operations.
+"""Log lines and progress bars of rank 0.
 
 A bar is written to stderr if that is a terminal, so logs and pipes have none.
 """
@@ -15,16 +15,16 @@ from tqdm import tqdm
 _Item = TypeVar("_Item")
 
 
-def log_first(message: str, level: int = logging.INFO) -> None:
+def log_on_rank_0(message: str, level: int = logging.INFO) -> None:
     """Log a message on rank 0 by DeepSpeed's logger, which hides INFO by default."""
     from deepspeed.utils import log_dist  # late: commands show bars without DeepSpeed
 
     log_dist(f"deepspeed_ext: {message}", ranks=[0], level=level)
 
 
-def warn_first(message: str) -> None:
+def warn_on_rank_0(message: str) -> None:
     """Log a warning on rank 0."""
-    log_first(message, logging.WARNING)
+    log_on_rank_0(message, logging.WARNING)
 
 
 def progress_bar(total: int, label: str, unit: str) -> "tqdm[Any]":

@@ -73,7 +73,7 @@ class Config(Protocol):
     optimizer_params: dict[str, Any] | None
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
-    seq_parallel_communication_data_type: torch.dtype
+    seq_parallel_communication_data_type: torch.dtype | None
     managed_gradient_accumulation: bool
     use_data_before_expert_parallel_: bool
     expert_parallel_config: Any

@@ -45,9 +45,9 @@ from deepspeed_ext.comm.agreement import (
     Channel,
     all_gather_rows,
     bounds,
+    broadcast_from_first,
     raise_together,
     run_on_all_or_raise,
-    text_of_first,
     unique_number,
 )
 from deepspeed_ext.comm.host_channel import HostChannel
@@ -218,7 +218,7 @@ class MemorySave:
             latest = self._save_dir / LATEST
             return json.dumps([read_run(self._save_dir), latest.read_text().strip() if latest.is_file() else ""])
 
-        run, latest = json.loads(text_of_first(read, f"{path} cannot be created", CheckpointError))
+        run, latest = json.loads(broadcast_from_first(read, f"{path} cannot be created", CheckpointError))
         return run, latest
 
     def plan_files(self, sizes: Mapping[str, int], folder: CheckpointFolder) -> None:

@@ -18,8 +18,8 @@ from deepspeed_ext.checkpoint.files import inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, age_text, read_run
 from deepspeed_ext.checkpoint.owned_folder import sync
-from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, any_rank, run_on_all_or_raise, text_of_first
-from deepspeed_ext.console import warn_first
+from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, any_rank, broadcast_from_first, run_on_all_or_raise
+from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import Engine
 
 
@@ -40,16 +40,18 @@ def restore_from_memory(engine: Engine, load_dir: str) -> None:
     Raises:
         CheckpointError: on all ranks; it could not be written. Existing files are untouched.
     """
-    run = text_of_first(lambda: read_run(load_dir), f"{Path(load_dir, RUN)} cannot be read", CheckpointError)
+    run = broadcast_from_first(lambda: read_run(load_dir), f"{Path(load_dir, RUN)} cannot be read", CheckpointError)
     folder = MemoryFolder(engine._config, load_dir, run)
     others = folder.describe_others(same=True) if dist.get_rank() == 0 else []
     if others:
-        warn_first(f"ignoring the saves in memory of another run in {load_dir}: {'; '.join(others)}.")
+        warn_on_rank_0(f"ignoring the saves in memory of another run in {load_dir}: {'; '.join(others)}.")
     action = f"{folder.path} cannot be read"
     parts = run_on_all_or_raise(lambda: folder.read_parts() if run else [], action, CheckpointError)
     if not any_rank(bool(parts)):
         return
-    on_first = text_of_first(lambda: json.dumps(_read_disk(load_dir)), f"{load_dir} cannot be read", CheckpointError)
+    on_first = broadcast_from_first(
+        lambda: json.dumps(_read_disk(load_dir)), f"{load_dir} cannot be read", CheckpointError
+    )
     disk = json.loads(on_first)
     location = run_on_all_or_raise(lambda: folder.location if parts else "", action, CheckpointError)
     locations = all_gather_texts(location)
@@ -60,13 +62,13 @@ def restore_from_memory(engine: Engine, load_dir: str) -> None:
     newest = _newest_complete(engine, load_dir, {save: saves[save] for save in newer}, disk)
     on_disk = f"of step {disk['step']}" if disk["step"] >= 0 else "none"
     if newest is not None:
-        warn_first(
+        warn_on_rank_0(
             f"resuming {newest.tag} from a save in memory of step {newest.step}, {age_text(newest.time)} old, in "
             f"{folder.path}; the last checkpoint on disk is {on_disk}."
         )
         _write(engine, load_dir, folder, newest, saves[newest], locations)
     elif newer:
-        warn_first(f"no save in memory of {load_dir} can be loaded; the last checkpoint on disk is {on_disk}.")
+        warn_on_rank_0(f"no save in memory of {load_dir} can be loaded; the last checkpoint on disk is {on_disk}.")
 
 
 def _newest_complete(
@@ -84,11 +86,11 @@ def _newest_complete(
         if engine.load_universal_checkpoint() and disk["universal"]:
             reason = f"{LATEST_UNIVERSAL} takes precedence"
         if reason:
-            warn_first(f"this load from {load_dir} ignores the save in memory of {save.tag}: {reason}.")
+            warn_on_rank_0(f"this load from {load_dir} ignores the save in memory of {save.tag}: {reason}.")
         elif len(files) == save.files:
             return save
         else:
-            warn_first(
+            warn_on_rank_0(
                 f"the save in memory of {save.tag} lacks {save.files - len(files)} of {save.files} files: nodes with "
                 f"all their copies were lost, or the save was not completed."
             )
@@ -116,7 +118,7 @@ def _read_disk(load_dir: str) -> dict[str, Any]:
         step = int(inspect(next(models))["global_steps"])
     except Exception as error:
         if not isinstance(error, FileNotFoundError):
-            warn_first(
+            warn_on_rank_0(
                 f"the step of the latest checkpoint in {load_dir} cannot be read: {type(error).__name__}: {error}"
             )
     return {"latest": latest, "step": step, "universal": Path(load_dir, LATEST_UNIVERSAL).is_file()}

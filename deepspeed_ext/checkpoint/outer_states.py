@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, RankFile
 from deepspeed_ext.comm.agreement import any_rank, run_on_all_or_raise
-from deepspeed_ext.console import warn_first
+from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
@@ -99,7 +99,7 @@ class OuterStates:
             return
         if any_rank(not self._content):  # on all ranks, or their outer steps would no longer coincide
             self._outer.restart()
-            warn_first(
+            warn_on_rank_0(
                 f"{self._folder} has no states of this outer optimizer (other groups, other settings, "
                 f"another save, or none). All groups start from its weights and the first group's optimizer states."
             )

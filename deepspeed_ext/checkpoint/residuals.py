@@ -24,7 +24,7 @@ from torch import Tensor
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, RankFile
 from deepspeed_ext.comm.spans import ShardSpan, Span
-from deepspeed_ext.console import warn_first
+from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
@@ -127,7 +127,7 @@ class Residuals:
             )
         else:
             self._error_state.reset()  # errors from before the load belong to other weights
-            warn_first(
+            warn_on_rank_0(
                 f"{self._folder} has no residuals of reductions, so LoCo's errors start at zero. A "
                 f"checkpoint saved with LoCo has files residuals_rank_*.pt. If it was converted, copy them from the "
                 f"original folder, or move it next to that folder."
@@ -143,7 +143,7 @@ class Residuals:
         lost = saved - loaded if same_sharding or not loaded else set()
         for kinds, outcome in ((configured - loaded, "start at zero"), (lost, "were saved, but are not loaded")):
             if kinds:
-                warn_first(
+                warn_on_rank_0(
                     f"{self._folder}: errors of {' and '.join(sorted(kinds))} {outcome}: the "
                     f"configuration or the sharding has changed."
                 )

@@ -224,12 +224,12 @@ def run_on_all_or_raise(
 def run_on_first_or_raise(
     function: Callable[[], _Result], action: str, kind: type[Exception] = RuntimeError
 ) -> _Result | None:
-    """Run a function on rank 0; if it fails, raise on all ranks. Its result is None on other ranks."""
+    """Run a function on rank 0; if it fails, raise on all ranks. Its result is None on other ranks. Collective."""
     return run_on_all_or_raise(lambda: function() if dist.get_rank() == 0 else None, action, kind)
 
 
-def text_of_first(function: Callable[[], str], action: str, kind: type[Exception] = RuntimeError) -> str:
-    """Return the text that a function returns on rank 0 to all ranks; if it fails, raise on all."""
+def broadcast_from_first(function: Callable[[], str], action: str, kind: type[Exception] = RuntimeError) -> str:
+    """Return on all ranks the text that a function returns on rank 0; if it fails, raise on all. Collective."""
     return broadcast_text(run_on_first_or_raise(function, action, kind) or "", 0)
 
 

@@ -70,7 +70,7 @@ class ParameterBucket:
 
         Args:
             flat: 1D: for each rank in order, ``parts`` rows followed by padding.
-            parts: number of rows per rank: 1 or all.
+            parts: number of rows per rank: 1, with whose cells padding is returned, too, or all.
         """
         sent = flat.view(self.cols, self.rows // parts, -1)
         return sent if parts == 1 else sent[..., : parts * self.width].unflatten(-1, (parts, -1)).flatten(1, 2)
@@ -98,8 +98,10 @@ class ParameterBucket:
             cells[..., self.width :].zero_()  # padding is zero in every sum
 
 
-# Of units and of buckets of gradients, which recur in every step; equal layers share one.
-bucket_of = lru_cache(maxsize=256)(ParameterBucket)
+@lru_cache(maxsize=4096)  # layouts recur in every step, and equal layers share one
+def bucket_of(rows: int, cols: int, numels: tuple[int, ...], separate: bool = False) -> ParameterBucket:
+    """Return the bucket of parameters of these sizes; see ``ParameterBucket``."""
+    return ParameterBucket([FlatLayout(numel, rows, cols) for numel in numels], separate)
 
 
 def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> None:

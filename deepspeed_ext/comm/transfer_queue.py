@@ -26,6 +26,7 @@ Note [Side streams]
 """
 
 import functools
+import inspect
 import os
 import time
 from collections import deque
@@ -49,8 +50,10 @@ _SIDE_STREAMS = 2
 
 
 def outside_autograd(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate a function to run without autograd. Its tensors may be trained after an evaluation that has made them,
-    so it also leaves inference mode. Contexts are entered only if needed: they can take longer than the function."""
+    """Decorate a function, not a generator, to run outside of autograd and inference mode: parameters that an
+    evaluation gathers may be trained later. Contexts are entered only if needed; they can take longer than it.
+    """
+    assert not inspect.isgeneratorfunction(function)
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

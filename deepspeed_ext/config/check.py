@@ -14,7 +14,7 @@ from deepspeed_ext.config.keys import FASTEST, FASTEST_KEYS, SECTION, STRATEGY, 
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE
 from deepspeed_ext.config.refused import refuse_conflicts
 from deepspeed_ext.config.section import ParoZeroConfig, active_strategy, parse_section, save_settings, wants_fastest
-from deepspeed_ext.console import log_first
+from deepspeed_ext.console import log_on_rank_0
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _check_strategy(
         return
     refuse_conflicts(config, strategy)
     if strategy.p == Placement.N and not zero.use_multi_rank_bucket_allreduce:
-        log_first(
+        log_on_rank_0(
             f"{SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: "
             f"gradients are always reduced to the ranks that own them"
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY, keys_of_strategies, our_keys
 from deepspeed_ext.config.model import ParoConfig
-from deepspeed_ext.console import warn_first
+from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.strategy import Placement, Strategy
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model:
     """
     is_unsharded = not any(hasattr(param, "ds_id") for param in model.parameters())
     if strategy.p != Placement.N and is_unsharded and is_implied(config._param_dict[SECTION]):
-        warn_first(
+        warn_on_rank_0(
             f"{SECTION}.{STRATEGY} {strategy} shards parameters, but the model was built without "
             f"deepspeed.zero.Init, so each rank held the full model. {SECTION}.stage is not set, so a framework that "
             f"reads it before DeepSpeed does not use zero.Init. Set {SECTION}.stage to {strategy.stage}."

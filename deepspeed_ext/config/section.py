@@ -15,7 +15,7 @@ from deepspeed_ext.config.implied import imply_stage, without_implied_stage
 from deepspeed_ext.config.keys import FASTEST, MICS_HIERARCHICAL, QUANTIZED, SECTION, STRATEGY, strategy_key
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE, ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
-from deepspeed_ext.console import log_first
+from deepspeed_ext.console import log_on_rank_0
 from deepspeed_ext.strategy import Strategy, hyphenate
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
             else ParoZeroConfig(**our_values, **their_keys)
         )
     if written.get(MICS_HIERARCHICAL):
-        log_first(f"{SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only")
+        log_on_rank_0(f"{SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only")
     if their_keys.get("stage") == 0:
-        log_first(f"{SECTION}.{strategy_key(section)} has no effect at stage 0")
+        log_on_rank_0(f"{SECTION}.{strategy_key(section)} has no effect at stage 0")
     their_keys.pop(QUANTIZED, None)  # replaced by LoCo's settings
     strategy = our_fields.named_strategy
     # The stage of the fastest strategy is not known yet: use a placeholder other than 0.

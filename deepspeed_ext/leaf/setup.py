@@ -14,7 +14,7 @@ from deepspeed.utils.z3_leaf_module import _fully_qualified_class_name
 from torch import nn
 
 from deepspeed_ext.config.keys import LEAF_BYTES, MAX_LIVE, SECTION, THRESHOLD
-from deepspeed_ext.console import log_first
+from deepspeed_ext.console import log_on_rank_0
 from deepspeed_ext.deepspeed_types import ZeroConfig
 from deepspeed_ext.leaf.modules import (
     HOOKS_PER_MODULE,
@@ -123,7 +123,7 @@ def _choose_default(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
     rows = [row for row in summaries(flagged) if row.kind == LeafKind.UNIT.value]
     if rows:
         classes = ", ".join(f"{row.modules} {row.cls} (up to {row.numel:,} parameters each)" for row in rows)
-        log_first(
+        log_on_rank_0(
             f"fetched as one unit each, of at most {settings.budget:,} bytes: {classes}. "
             f"Set {SECTION}.{LEAF_BYTES} to 0 to turn this off, or to true for larger units and mixtures of experts."
         )

@@ -14,8 +14,8 @@ Note [A linear function without overhead]
     DeepSpeed replaces ``torch.nn.functional.linear`` with an autograd function. It saves the weight itself for the
     backward, not a transposed view, which would keep the gathered data alive. Because that function has a
     ``setup_context``, torch inspects signatures in every call. This takes 0.1 to 0.25 ms on the host, more than the
-    product of a small expert. ``UnitLinear`` takes its context in ``forward``, so torch inspects nothing. DeepSpeed's
-    functions before and after a module's backward get signatures that are kept.
+    product of a small expert. ``UnitLinear`` takes its context in ``forward``, so torch inspects nothing. The
+    signatures of DeepSpeed's functions before and after a module's backward are cached.
 """
 
 import inspect
@@ -220,8 +220,8 @@ def _with_units(params: Iterable[Any]) -> Iterator[Any]:
             yield param
 
 
-def keep_signatures(model: nn.Module) -> None:
-    """Keep the signatures of DeepSpeed's functions. See Note [A linear function without overhead]."""
+def cache_signatures(model: nn.Module) -> None:
+    """Cache the signatures of DeepSpeed's functions, so that torch does not inspect them in every call."""
     for module in model.modules():
         for function in (module.__dict__.get("pre_bwd_fn"), module.__dict__.get("post_bwd_fn")):
             if function is not None:

@@ -14,7 +14,7 @@ from deepspeed_ext.comm.hops import GatherHop, ReduceHop
 from deepspeed_ext.config.keys import GROUP_SIZE, REDUCE, SECTION
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.config.settings import EXACT, ORDERED_LEVELS, LocoSettings, UpdateSettings, outer_step_settings
-from deepspeed_ext.console import log_first
+from deepspeed_ext.console import log_on_rank_0
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, QuantizedSums
 from deepspeed_ext.loco.ops import BUILD_ADVICE, lacks_kernels, load_kernels, require_kernels
@@ -156,11 +156,12 @@ def log_loco_settings(settings: LocoSettings, groups: int) -> None:
         feedback = f"with error feedback in {settings.error_bits} bits ({averaging})"
     message = f"gradients are reduced between {groups} groups in {settings.bits} bits, blocks of {settings.block_size}"
     rotated = ", rotated" if settings.hadamard else ""
-    _log(LocoSettings.key if groups == 1 else "LoCo", groups, f"{message}{rotated}, {feedback}")
+    _log(LocoSettings.key, groups, f"{message}{rotated}, {feedback}")
 
 
 def _log(name: str, groups: int, message: str, within: str = "") -> None:
     """Log what is sent between groups, or that nothing is, and what is done within them."""
     if groups == 1:
-        message = f"there is one group, so nothing is sent between groups. Set {SECTION}.{GROUP_SIZE} to use more"
-    log_first(f"{name}: {message}{within}")
+        message = "there is one group, so nothing is sent between groups"
+        within += f". Set {SECTION}.{GROUP_SIZE} for more groups"
+    log_on_rank_0(f"{name}: {message}{within}")

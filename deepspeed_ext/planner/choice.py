@@ -84,13 +84,19 @@ class Plan:
     def _plain_rival_clause(self) -> str:
         """Return a clause about the smallest plain stage at least as fast as the choice; empty if there is none."""
         assert self.choice is not None
-        rivals = [row for row in self.plain if self.fits(row) and (self._is_tied(row) or self._is_faster(row))]
+        comparable = [row for row in self.plain if self.fits(row) and not self._lacks_units(row)]
+        rivals = [row for row in comparable if self._is_tied(row) or self._is_faster(row)]
         if not rivals:
             return ""
         row = min(rivals, key=lambda row: (row.total_memory, row.total_seconds))
         speed = "as fast" if self._is_tied(row) else "faster"
         price = ", with more memory" if self._is_larger(row) else ": no strategy is needed"
         return f"; {speed}: plain {_figures(row)}{price}"
+
+    def _lacks_units(self, row: Prediction) -> bool:
+        """Return whether a plain stage fetches more modules, whose host time is not predicted."""
+        plain = self.model.without_units
+        return row.strategy == "GGG" and plain is not None and plain[0] > self.model.fetches
 
     def _is_faster(self, row: Prediction) -> bool:
         assert self.choice is not None

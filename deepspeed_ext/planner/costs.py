@@ -112,7 +112,9 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     # DDP gathers no updates, so ``overlap.updates`` has no effect on it.
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
-    return replace(_prediction(strategy, sizes, model.as_plain(bucket), rates, UNCOMPRESSED, overlap), plain=True)
+    return replace(
+        _prediction(strategy, sizes, model.as_plain(strategy, bucket), rates, UNCOMPRESSED, overlap), plain=True
+    )
 
 
 def _prediction(

@@ -60,7 +60,7 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
 def _sent_dtype(engine: Engine) -> torch.dtype:
     """Return the dtype in which gradients are sent. With sequence parallelism the engine sets it late, to this one."""
     if groups._get_sequence_parallel_world_size() > 1:
-        return engine._config.seq_parallel_communication_data_type
+        return engine._config.seq_parallel_communication_data_type or engine.get_data_types()[0]
     return engine.communication_data_type
 
 

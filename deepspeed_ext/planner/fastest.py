@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
 
-from deepspeed_ext.comm.agreement import broadcast_text, text_of_first
+from deepspeed_ext.comm.agreement import broadcast_from_first, broadcast_text
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.check import possible_strategies, with_strategy
 from deepspeed_ext.config.implied import imply_stage
@@ -37,7 +37,7 @@ from deepspeed_ext.config.keys import (
     STRATEGY,
 )
 from deepspeed_ext.config.unsupported import deepspeed_moe_layers
-from deepspeed_ext.console import warn_first
+from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
@@ -77,7 +77,7 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
     inputs = _inputs(config, topology, description, strategies) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
     # Rank 0 alone reads the file, and all ranks must use its answer: different strategies would hang.
-    name = text_of_first(lambda: file.find(inputs) or "", f"{file.path} cannot be read", ValueError)
+    name = broadcast_from_first(lambda: file.find(inputs) or "", f"{file.path} cannot be read", ValueError)
     new_plan, compute = None, ""
     if not name:
         dtype, _ = engine.get_data_types()
@@ -96,7 +96,7 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
     # Frameworks read the stage from the raw section.
     imply_stage(config._param_dict[SECTION], STRATEGIES[name].stage)
     if new_plan is not None and dist.get_rank() == 0:
-        warn_first(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')
+        warn_on_rank_0(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')
         file.keep(name, inputs, new_plan.as_dict())
 
 
@@ -236,10 +236,10 @@ class Decisions:
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
                 name = str(entry["strategy"])
                 decided = f"as decided on {entry['date']} ({self.path})"
-                warn_first(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {hyphenate(name)}, {decided}')
+                warn_on_rank_0(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {hyphenate(name)}, {decided}')
                 return name
         if entries:
-            warn_first(f"{self.path} has no decision for this run: choosing again")
+            warn_on_rank_0(f"{self.path} has no decision for this run: choosing again")
         return None
 
     def keep(self, strategy: str, inputs: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ class Decisions:
             temporary.write_text(text + "\n")
             temporary.replace(self.path)  # atomic, so that other runs never read a partial file
         except (OSError, ValueError, TypeError) as error:
-            warn_first(f"the decision could not be written to {self.path} ({error}). Set {SECTION}.{DECISION}")
+            warn_on_rank_0(f"the decision could not be written to {self.path} ({error}). Set {SECTION}.{DECISION}")
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
@@ -273,5 +273,5 @@ class Decisions:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not quietly:
-                warn_first(f"{self.path} cannot be read ({type(error).__name__}: {error}): choosing again")
+                warn_on_rank_0(f"{self.path} cannot be read ({type(error).__name__}: {error}): choosing again")
             return []

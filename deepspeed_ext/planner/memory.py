@@ -222,6 +222,7 @@ class Model:
                     held=family.held,
                     fetches=family.fetches,
                     largest_layer=0.0,
+                    without_units=None,
                     matrices=family.matrices,
                     experts=(),
                 ),
@@ -230,12 +231,13 @@ class Model:
         ]
         return [(sizes, self), *alone]
 
-    def as_plain(self, bucket: int) -> "Model":
-        """Return the model under a plain stage, which makes no units and has no ordered sums."""
-        fetches, largest_layer = self.without_units or (self.fetches, self.largest_layer)
-        return replace(
-            self, bucket=bucket, fetches=fetches, largest_layer=largest_layer, without_units=None, ordered=()
-        )
+    def as_plain(self, strategy: Strategy, bucket: int) -> "Model":
+        """Return the model under the plain stage that equals a strategy: without units or ordered sums."""
+        plain = replace(self, bucket=bucket, without_units=None, ordered=())
+        if strategy.p == Placement.N or self.without_units is None:
+            return plain
+        fetches, largest_layer = self.without_units
+        return replace(plain, fetches=fetches, largest_layer=largest_layer)
 
     @property
     def all_matrices(self) -> float:

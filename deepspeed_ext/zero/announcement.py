@@ -13,7 +13,7 @@ from deepspeed_ext.comm.process_groups import ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
 from deepspeed_ext.config.model import PLAIN
 from deepspeed_ext.config.settings import OuterSettings
-from deepspeed_ext.console import warn_first
+from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import states_on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, hyphenate
@@ -107,7 +107,7 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     p, g, os = (
         sum(getattr(states, part) for _, states in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
     )
-    warn_first(
+    warn_on_rank_0(
         f"{SECTION}.{STRATEGY} {strategy} needs {needed / 1e9:.3g} GB of model states on each "
         f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB, and "
         f"optimizer states {os:.3g} GB, over {topology.sizes.ranks} ranks in groups of "

@@ -45,8 +45,8 @@ class MicroSteps:
         context: shared constants.
 
     Attributes:
-        full_above: a DeepSpeed bucket with more elements has no room for another parameter. DeepSpeed would keep it
-            until a parameter does not fit, which takes as long as the backward of another layer.
+        full_threshold: a DeepSpeed bucket with more elements is full: not even the smallest parameter fits. DeepSpeed
+            would keep it until a parameter does not fit, which takes as long as the backward of another layer.
         overlap: whether the last buckets of a micro-step may be sent during the next one. This requires that gradients
             are not read between the two.
     """
@@ -56,7 +56,7 @@ class MicroSteps:
         self._flush_follows = False  # whether this backward is the last one before a boundary that the caller declares
         self._context, self._optimizer = context, optimizer
         self._last_was_declared = False  # whether an accumulation's last backward was declared before it ran
-        self.full_above = 0
+        self.full_threshold = 0
 
     @property
     def is_last(self) -> bool:
@@ -122,5 +122,5 @@ class MicroSteps:
         """
         filled = [numel for numel in numels if numel]
         bucket_size = full_bucket(self._context.reduce_bucket, sum(filled))
-        self.full_above = max(0, bucket_size - min(filled, default=1))
+        self.full_threshold = max(0, bucket_size - min(filled, default=1))
         return bucket_size

@@ -250,8 +250,10 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
         """Put a gradient into a bucket, and reduce the bucket once it is full."""
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
+        if not self.overlap_comm:  # then it is as early when the next gradient does not fit
+            return
         for dtype, bucket in self.ipg_buckets.items():  # one, in most models; naming the parameter's takes longer
-            if bucket.elements > self.micro_steps.full_above:
+            if bucket.elements > self.micro_steps.full_threshold:
                 self.reduce_ipg_grads(comm_dtype=dtype)
                 self._fill_other_buffer(bucket)
 
@@ -264,11 +266,13 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Reduce a bucket N -> g. ``tensor``: 1D, the bucket's gradients one after the other."""
         bucket = self.ipg_buckets[communication_data_type]
-        storages = {buffer.untyped_storage().data_ptr() for buffer in bucket.buffer}
-        # DeepSpeed frees its bucket buffers only after the micro-step's buckets were waited for. Recording them on the
-        # reduction stream would delay reuse of their memory, also for micro-steps that the host is ahead.
-        retained = tensor.untyped_storage().data_ptr() in storages and not self.micro_steps.overlap
-        self._reduce_bucket([tensor], bucket.params, communication_data_type, [] if retained else [tensor])
+        freed = [] if self.reductions.stream is None else [tensor]
+        if freed and not self.micro_steps.overlap:
+            # DeepSpeed frees its bucket buffers only after the micro-step's buckets were waited for. Recording them on
+            # the reduction stream would delay reuse of their memory, also for micro-steps that the host is ahead.
+            storages = {buffer.untyped_storage().data_ptr() for buffer in bucket.buffer}
+            freed = [part for part in freed if part.untyped_storage().data_ptr() not in storages]
+        self._reduce_bucket([tensor], bucket.params, communication_data_type, freed)
 
     @override
     def _buffered_reduce_fallback_preserving_fp32(

@@ -253,6 +253,7 @@ class _PartOfBucket(NamedTuple):
         numbers: numbers of the family's spans among them.
         plan: plan of the family's spans.
         positions: positions of the family's parameters in the model.
+        buffers: numbers of the family's flat buffers in the bucket.
     """
 
     gradients: FlatGradients
@@ -260,11 +261,7 @@ class _PartOfBucket(NamedTuple):
     numbers: list[int]
     plan: BucketPlan
     positions: list[int]
-
-    @property
-    def buffers(self) -> set[int]:
-        """Numbers of the family's flat buffers in the bucket."""
-        return {self.spans[number][0] for number in self.numbers}
+    buffers: set[int]
 
     def select(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the family's tensors of a bucket: the bucket, or one tensor for each of its spans."""
@@ -336,9 +333,8 @@ class AllFlatGradients(dict[str, FlatGradients]):
             if numbers:
                 own = tuple(spans[number] for number in numbers)
                 positions = [buffers.positions[id(members[number])] for number in numbers]
-                results.append(
-                    _PartOfBucket(gradients, spans, numbers, plan_bucket(gradients.layouts, own), positions)
-                )
+                plan, numbers_of_buffers = plan_bucket(gradients.layouts, own), {buffer for buffer, _ in own}
+                results.append(_PartOfBucket(gradients, spans, numbers, plan, positions, numbers_of_buffers))
         return results
 
     def complete_shards(self) -> None:

@@ -177,7 +177,7 @@ class Gathers:
         self, params: Sequence[ZeroParameter], dtype: torch.dtype, separately: bool = True
     ) -> GatherHandle:
         """p -> N of parameters with one dtype on the wire; ``separately`` if they may be released one by one."""
-        bucket, out = self.slices.bucket_of(params, separately), None
+        bucket, out = self.slices.layout_of(params, separately), None
         if self._side_streams and self._topology.sizes.group_size > 1:
             # The result outlives the transfer: this stream's allocator reuses its memory sooner than a side stream's.
             width = fill_up(self.slices.row_count * bucket.width, self._redistribution.multiple)

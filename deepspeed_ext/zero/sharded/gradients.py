@@ -170,7 +170,7 @@ class ShardedGradients:
             optimizer.param_names, self._params if self._reduces_via_i or strategy.g != Placement.G else []
         )
         self._columns: dict[int, Span] = {}  # ds_id: columns in ``accumulator``
-        self._columns_of = lru_cache(maxsize=4096)(self._merge_columns)  # training repeats the same buckets
+        self._columns_of = lru_cache(maxsize=256)(self._merge_columns)  # training repeats the same buckets
         self.numel = 0  # columns
         for param in self._params:
             self._columns[param.ds_id] = Span(self.numel, param.ds_tensor.ds_numel)
@@ -342,7 +342,7 @@ class ShardedGradients:
         dtype: torch.dtype,
         sequence_parallel_size: int,
     ) -> Tensor:
-        bucket = self._slices.bucket_of(params)
+        bucket = self._slices.layout_of(params)
         device = get_accelerator().current_device_name()
         width = fill_up(bucket.width, self._redistribution.multiple)
         cells = torch.empty(bucket.cols, bucket.rows, width, dtype=dtype, device=device)
@@ -392,12 +392,12 @@ class ShardedGradients:
         for span, part in zip(spans, split_as(received.view(self.rows, -1), spans), strict=True):
             add_to(span.of(self.accumulator), part)
 
-    def _spans(self, params: Sequence[ZeroParameter]) -> list[Span]:
+    def _spans(self, params: Sequence[ZeroParameter]) -> tuple[Span, ...]:
         """Return the columns of parameters in ``accumulator``, in their order, neighbors joined."""
         return self._columns_of(tuple([param.ds_id for param in params]))
 
-    def _merge_columns(self, ds_ids: tuple[int, ...]) -> list[Span]:
-        return merge_neighbors(self._columns[ds_id] for ds_id in ds_ids)
+    def _merge_columns(self, ds_ids: tuple[int, ...]) -> tuple[Span, ...]:
+        return tuple(merge_neighbors(self._columns[ds_id] for ds_id in ds_ids))
 
     # At the accumulation boundary: g -> os ############################################################
 
@@ -448,7 +448,7 @@ class ShardedGradients:
             self._inter_queue.submit(transfer, partial(self._accumulate, bucket), reuses=False)
             return
         columns = self._spans(bucket)
-        parts = [columns]
+        parts: list[Sequence[Span]] = [columns]
         if len(columns) == 1 or self._is_on_host:  # spans in host memory are copied to the device separately
             parts = [[window] for span in columns for window in windows(span, self.rows, self._bucket)]
         for spans in parts:

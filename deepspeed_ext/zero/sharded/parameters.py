@@ -18,10 +18,10 @@ from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.config.keys import CACHE_BYTES, SECTION
 from deepspeed_ext.config.section import offloads
-from deepspeed_ext.console import warn_first
+from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import ZeroConfig, ZeroParameter
 from deepspeed_ext.leaf.chunks import chunked_modules
-from deepspeed_ext.leaf.units import exclude_from_fetches, keep_signatures
+from deepspeed_ext.leaf.units import cache_signatures, exclude_from_fetches
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
@@ -72,7 +72,7 @@ class ShardedParameters:
         coordinator = offload.param_coordinator
         blocks, windowed = chunked_modules(module), windowed_modules(module)
         coordinator.fetch_in_windows(blocks, windowed)
-        keep_signatures(module)
+        cache_signatures(module)
         _disable_persistence(windowed, offload)
         chunks = [chunk for block in blocks for chunk in block.chunks]
         experts = {id(expert) for chunk in chunks for expert in chunk.experts}
@@ -196,7 +196,7 @@ def _choose_cached(context: Context, module: nn.Module, budget: int) -> frozense
         if nbytes <= free:
             free -= nbytes
             cached |= ds_ids
-    warn_first(
+    warn_on_rank_0(
         f"{SECTION}.{CACHE_BYTES} {budget} keeps {budget - free:,} of {sum(sizes.values()):,} bytes of "
         f"slices on each device ({len(cached)} of {len(sizes)} parameters), the ends of the model first"
     )

@@ -184,7 +184,7 @@ class GradientReduction:
 
     def reduce_if_full(self, dtype: torch.dtype) -> None:
         """Reduce DeepSpeed's bucket of a dtype if no other parameter fits into it."""
-        if self._optimizer.ipg_buckets[dtype].elements > self._micro_steps.full_above:
+        if self._optimizer.ipg_buckets[dtype].elements > self._micro_steps.full_threshold:
             self._optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
 
     def reduce_bucket(self, dtype: torch.dtype, sequence_parallel_size: int = 1) -> None:

@@ -105,6 +105,14 @@ def test_plain_zero_3_is_predicted_without_units() -> None:
     plain, ours = predict_plain_stage("GGG", CLUSTER, model, rates), predict(STRATEGIES["GGG"], CLUSTER, model, rates)
     assert (round(plain.busy["within"]), round(ours.busy["within"])) == (2 * 24 + 1, 2 * 4 + 1)
     assert ours.transient > plain.transient
+    # With one group, p = N equals its plain stage. No plan prefers ZeRO-3, whose host time for modules is not predicted.
+    alone, rates = GroupSizes(8, 8), Rates(*[HopRates(Rate(0.0, 3e9), Rate(0.0, 3e9))] * 2)
+    model = Model(ModelStates.of(24_000_000), fetches=3, without_units=(24, 0.0), compute=0.05, bucket=5_000_000)
+    for name in ("NNG", "NGG"):
+        of_strategy = predict(STRATEGIES[name], alone, model, rates)
+        assert of_strategy.seconds == predict_plain_stage(name, alone, model, rates).seconds
+    planned = plan(alone, model, rates, allowed=STRATEGIES["GGG"].__eq__)
+    assert planned.plain[-1].total_seconds < planned.choice.total_seconds and "plain" not in planned.reason
 
 
 # Of all trained parameters, 3/16 cross to a rank at once: how often reductions, sums that come back, and updates do.
