@@ -25,7 +25,7 @@ from tests.perf.lib import network, settings, tabulated
 from tests.perf.lib.blocks import Pauses, make_blocks, make_rounded_blocks
 from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
-from tests.perf.lib.settings import BF16, BOTH, FP32, LOCO, MUON, NATIVE, ORDERED, SHIPPED, SIZES, WIDE, Setting
+from tests.perf.lib.settings import BF16, BOTH, FP32, LOCO, MUON, NATIVE, ORDERED, RINGS, SHIPPED, SIZES, WIDE, Setting
 from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, over_ranks
 
 ROWS = 8  # of a micro-batch
@@ -144,9 +144,10 @@ class Measurement:
         return Turn(max(stolen), [statistics.median(steps[0] for steps in seconds)], statistics.mean(sent))
 
     def complete(self, row: Row, rates: Rates | None) -> None:
-        """Add the planner's formula of a strategy to its row, and predicted seconds if there are rates."""
+        """Add the formula's bytes to the row, and for a strategy predicted seconds if there are rates."""
         method, sizes = self.made[row.method], self.turns.topology.sizes
         if not isinstance(method, Ours):
+            row.formula_bytes = self.setting.peer_bytes(row.method)
             return
         (share,) = over_ranks([self.compute.orthogonalizing], dist.ReduceOp.MAX)
         model = replace(
@@ -220,17 +221,20 @@ class BlocksMeasurement(Measurement):
 
     def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
         super().__init__(setting, args)
-        self.names = [name for name in self.names if name in self.methods_of(setting)]
+        usual = self.methods_of(setting)
+        self.names = [name for name in self.names if name in usual or (args.methods and NATIVE in name)]
 
     @classmethod
     def methods_of(cls, setting: Setting) -> list[str]:
-        """Return the methods of a setting: with Muon and in bf16, fewer strategies and fewer compressed ones."""
+        """Return the usual methods of a setting: with Muon and in bf16, fewer strategies and fewer compressed ones."""
         if setting.dtype == BF16:
             stages = ("ZeRO-1", SHIPPED, "ZeRO-2", "ZeRO-3")
             ours = (name + suffix for name in cls.in_bf16 for suffix in ("", WIDE, LOCO, BOTH, ORDERED))
             return ["DDP", "FSDP2", *settings.HSDP_REDUCTIONS, *stages, *ours]
         if setting.optimizer != MUON:
-            return [name for name in cls.methods if name not in settings.HSDP_REDUCTIONS and not name.endswith(WIDE)]
+            rare = RINGS[4:] if setting.name == "2x2-large-4" else RINGS
+            others = {*settings.HSDP_REDUCTIONS, *(name + NATIVE for name in rare)}
+            return [name for name in cls.methods if name not in others and not name.endswith(WIDE)]
         few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
         return ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
 
@@ -243,7 +247,7 @@ class OverlapMeasurement(Measurement):
 
     file = "overlap.csv"
     settings = settings.OVERLAP
-    methods = (*(name for name in PEERS if name not in (*settings.HSDP_REDUCTIONS, SHIPPED)), *STRATEGIES)
+    methods = (*(name for name in PEERS if name in (*RINGS, "DDP", "HSDP", "HSDP kept")), *STRATEGIES)
     rounds, steps = 2, 2
     keys: ClassVar = {"paro_overlap_updates": True}
     described: ClassVar = {"streams": False, "overlap": True, "overlap_updates": True}

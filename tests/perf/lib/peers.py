@@ -22,17 +22,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # what set_custom_reduce_scatter takes
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from deepspeed_ext.comm.collectives import pairwise_all_to_all
 from deepspeed_ext.model_bytes import measure_state_bytes, storage_bytes
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
 from deepspeed_ext.zero.sharded.coordinator import drop_references
 from deepspeed_ext.zero.updates_in_flight import wait_for_updates
-from tests.perf.lib.settings import HSDP_REDUCTIONS, MUON, SHIPPED
+from tests.perf.lib.rings import RingReduceScatter, ring_reductions
+from tests.perf.lib.settings import HSDP_REDUCTIONS, MUON, NATIVE, RINGS, SHIPPED
 
 ADAMW: dict[str, Any] = {"eps": 1e-4, "weight_decay": 0.01}
 # Adam's part is for what is no matrix: models here have nothing of that.
@@ -225,6 +224,7 @@ class FSDP2(TorchMethod):
         between: storage of parameters from forward to backward: "cut"; cut in the "node"; or "whole", with unsharded
             gradients until the last micro-batch.
         reduce: dtype of gradient reductions; by default the workload's.
+        native: whether gloo's own reduce-scatter is used.
     """
 
     def __init__(
@@ -235,6 +235,7 @@ class FSDP2(TorchMethod):
         between: str = "cut",
         apart: bool = False,
         reduce: torch.dtype | None = None,
+        native: bool = False,
     ) -> None:
         reshard = {"cut": True, "node": workload.group_size, "whole": False}[between]
         model, mesh = workload.make_model(), _mesh(workload.group_size if nodes or apart else None)
@@ -245,11 +246,12 @@ class FSDP2(TorchMethod):
             # The backward of the root comes at once: FSDP2's default is not to cut it before.
             cut = None if module is model and reshard is True else reshard
             unit = fully_shard(module, mesh=mesh, reshard_after_forward=cut, mp_policy=policy)
-            unit.set_custom_reduce_scatter(DirectReduceScatter())  # gloo's own sends twice the bytes
+            if not native:
+                unit.set_custom_reduce_scatter(RingReduceScatter())
         self._kept, self._nodes = between == "whole", nodes
         setup = f"fully_shard of blocks and root, mesh {tuple(mesh.shape)}, reshard_after_forward {reshard}, reduce "
         where = "last micro-batch" if self._kept else "node"
-        setup += f"{reduce} in the {where}; set_custom_reduce_scatter: all-to-all"
+        setup += f"{reduce} in the {where}" + "; set_custom_reduce_scatter: ring" * (not native)
         super().__init__(name, setup, workload, model)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -310,22 +312,6 @@ class OuterFSDP2(FSDP2):
         return replace(states, optimizer=states.optimizer + outer)
 
 
-class DirectReduceScatter(ReduceScatter):
-    """Sends each rank its part directly, and adds the received parts."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        parts, ranks = torch.empty_like(input_tensor), group.size()
-        pairwise_all_to_all(
-            group, parts.chunk(ranks), input_tensor.chunk(ranks), "peer_reduce_scatter"
-        ).wait()  # as ours
-        (torch.mean if op == dist.ReduceOp.AVG else torch.sum)(parts.view(ranks, -1), 0, out=output_tensor)
-
-
 @cache
 def _mesh(group_size: int | None) -> DeviceMesh:
     """Return a mesh of all ranks, or 2D: (nodes, ranks of a node). Created once, because it has its own process
@@ -340,9 +326,13 @@ def _mesh(group_size: int | None) -> DeviceMesh:
 
 
 class Engine(Method):
-    """DeepSpeed with any section ``zero_optimization``; it divides gradients by the number of micro-batches itself."""
+    """DeepSpeed with any section ``zero_optimization``; it divides gradients by the number of micro-batches itself. It
+    reduces through rings, or, if ``native``, with its own collectives."""
 
-    def __init__(self, workload: Workload, name: str, zero: dict[str, Any], lean: bool = False) -> None:
+    def __init__(
+        self, workload: Workload, name: str, zero: dict[str, Any], lean: bool = False, native: bool = False
+    ) -> None:
+        self._reductions = nullcontext if native else ring_reductions
         model, self._whole = workload.make_model(), workload.whole
         if lean:
             leaves = sorted({type(block).__name__ for block in cast(nn.ModuleList, model.blocks)})
@@ -352,7 +342,7 @@ class Engine(Method):
         if muon and zero.get("stage") == 3:
             zero["reduce_scatter"] = False  # DeepSpeed's stage 3 wants it so
         setup = [f"{key} {value}" for key, value in zero.items()] + ["torch's compiler disabled"] * muon
-        super().__init__(name, ", ".join(setup))
+        super().__init__(name, ", ".join(setup + ["reductions through rings"] * (not native)))
         if muon:  # compiling its kernels takes minutes here
             torch._dynamo.config.disable = True
         params = MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True}
@@ -377,11 +367,12 @@ class Engine(Method):
             groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = before
 
     def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
-        loss = self._engine(inputs, targets)
-        look()
-        self._engine.backward(loss)
-        look()
-        self._engine.step()
+        with self._reductions():
+            loss = self._engine(inputs, targets)
+            look()
+            self._engine.backward(loss)
+            look()
+            self._engine.step()
 
     def _states(self) -> StateBytes:
         optimizer, parameters = self._engine.optimizer, list(self._engine.module.parameters())
@@ -419,7 +410,7 @@ class Ours(Engine):
         self.sent = Compression.parse(zero.get("zeropp_loco_param"), zero.get("paro_quantized_updates"))
         lean = self.strategy.p > Placement.N
         zero = zero if lean else {"compute_grad_norm": False, **zero}
-        super().__init__(workload, name or zero["paro_strategy"], zero, lean)
+        super().__init__(workload, name or zero["paro_strategy"], zero, lean, native=True)
 
     def finish(self) -> None:
         if hasattr(self._engine.optimizer, "parameters"):
@@ -440,7 +431,7 @@ class Ours(Engine):
         return replace(states, optimizer=states.optimizer + errors + memory)
 
 
-PEERS: dict[str, Callable[[Workload], Method]] = {
+PEERS: dict[str, Callable[..., Method]] = {
     "DDP": DDP,
     "FSDP2": partial(FSDP2, name="FSDP2"),
     "FSDP2 node": partial(FSDP2, name="FSDP2 node", between="node"),
@@ -456,5 +447,8 @@ PEERS: dict[str, Callable[[Workload], Method]] = {
     "ZeRO-2": partial(Engine, name="ZeRO-2", zero={"stage": 2, **WHOLE}),
     "ZeRO-3": partial(Engine, name="ZeRO-3", zero={"stage": 3}, lean=True),
     "ZeRO-3 defaults": partial(Engine, name="ZeRO-3 defaults", zero={"stage": 3}),
-    "hpZ": lambda it: Engine(it, "hpZ", {"stage": 3, "zero_hpz_partition_size": it.group_size}, lean=True),
+    "hpZ": lambda it, name="hpZ", native=False: Engine(
+        it, name, {"stage": 3, "zero_hpz_partition_size": it.group_size}, lean=True, native=native
+    ),
 }
+PEERS |= {name + NATIVE: partial(PEERS[name], name=name + NATIVE, native=True) for name in RINGS}

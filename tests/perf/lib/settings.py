@@ -17,6 +17,14 @@ NATIVE = " (gloo's collectives)"
 ORDERED = " + ordered"  # paro_reduce; on gloo, the sums of all strategies are ordered, except with its own collectives
 WIDE = " (reduces in fp32)"  # in bf16, where reductions are in bf16 otherwise
 SHIPPED = "ZeRO-1 as shipped"  # use_multi_rank_bucket_allreduce true
+# How often peers move the model around a ring of all ranks, in a micro-batch and in a step. A gather is a move, and a
+# reduce-scatter. hpZ gathers once in some steps only.
+MOVES: dict[str, tuple[int, int] | None] = {
+    **{"ZeRO-1": (0, 2), "ZeRO-2": (1, 1), "ZeRO-3": (3, 0), "FSDP2": (3, 0)},
+    **{"FSDP2 node": (2, 0), "FSDP2 kept": (0, 2), "ZeRO-3 defaults": (2, 0), "hpZ": None},
+    **{"DDP": (0, 2), SHIPPED: (0, 3)},
+}
+RINGS = tuple(MOVES)[:-2]  # for gloo's own reductions have other bytes; the first four are measured with these, too
 HSDP_REDUCTIONS = {  # parameters from forward to backward, and the dtype of reductions: beside bf16 only
     f"HSDP{suffix} (reduces in {short})": (between, dtype)
     for suffix, between in ((" kept", "whole"), ("", "cut"))
@@ -65,6 +73,18 @@ class Setting:
             return ModelStates.of(frozen, parameter_bytes=4, gradient_bytes=4)
         adapters = 2 * blocks * (width + hidden)
         return ModelStates.of(frozen + adapters, adapters, parameter_bytes=4, gradient_bytes=4)
+
+    def peer_bytes(self, name: str) -> float | None:
+        """Return the bytes that a node sends in a step of a peer, which gathers all blocks for each use; None if no
+        formula has them."""
+        moves, model = MOVES.get(name), self.states.parameters / (2 if self.dtype == BF16 else 1)
+        if self not in (*BLOCKS.values(), *NETWORK.values()) or self.optimizer == MUON:
+            return None
+        if name.startswith("HSDP"):  # an all-reduce of shards between nodes
+            return 2 * (1 - 1 / self.nodes) * model * (2 if self.dtype == BF16 and name.endswith(f"{FP32})") else 1)
+        # After the last of several backwards, FSDP2 gathers the last block for another one that does not come.
+        in_vain = 1 / SIZES[self.size][0] if name.startswith("FSDP2") and self.accumulation > 1 else 0
+        return moves and (self.accumulation * moves[0] + moves[1] + in_vain) * (1 - 1 / self.sizes.ranks) * model
 
 
 def by_name(*settings: Setting) -> dict[str, Setting]:

@@ -123,7 +123,7 @@ def equal_speed(rows: Sequence[Row], name: str) -> Table:
     rows = [row for row in rows if (row.setting, row.mbit) == (name, 100)]
     header = ["peer", "seconds", "MB held", "exact, same speed", "MB", "4 bits, same speed", "MB"]
     lines = []
-    for peer in sorted((row for row in rows if row.formula_bytes is None), key=lambda row: row.median):
+    for peer in sorted((row for row in rows if row.method[:3] not in STRATEGIES), key=lambda row: row.median):
         line = [peer.method, f"{peer.median:.2f}", f"{peer.memory / 1e6:.0f}"]
         for forms in ([WIDE if peer.method.endswith(WIDE) else ""], [LOCO, BOTH]):
             row = smallest_as_fast(peer, rows, forms)

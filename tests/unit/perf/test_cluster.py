@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Judging, storing, and tabulating rows of the emulated cluster, without measurements."""
+"""Judging, storing, and tabulating rows of the emulated cluster, without measurements; and its rings."""
 
 import re
 from dataclasses import replace
@@ -15,11 +15,12 @@ from tests.perf.lib.measurements import BlocksMeasurement, OuterMeasurement, Ove
 from tests.perf.lib.offload import OffloadMeasurement
 from tests.perf.lib.records import Row, slower, speed
 from tests.perf.lib.saves import SavesMeasurement
-from tests.perf.lib.settings import BOTH, LOCO, NATIVE, OFFLOAD, OVERLAP, SAVES
+from tests.perf.lib.settings import BLOCKS, BOTH, LOCO, NATIVE, OFFLOAD, OVERLAP, SAVES
 
 pytestmark = pytest.mark.quick
 
 SETTING = "2x2-large-4"
+LENGTHS = (5, 0, 1, 3)  # of parts of a ring's sum
 
 
 def row(method: str, *seconds: float, predicted: float = 0.0, memory: float = 1.0, **more: Any) -> Row:
@@ -102,6 +103,9 @@ def test_formulas_are_those_by_hand() -> None:
         assert OverlapMeasurement.wire(setting) == pytest.approx(2 * hop * 8 / 100e6)
         assert OverlapMeasurement.skipped(setting, "NIG") == 0
         assert OverlapMeasurement.skipped(setting, "GIG") == pytest.approx(setting.accumulation * 2 * hop / 16)
+    large, shares = BLOCKS[SETTING], {"ZeRO-1": 1.5, "ZeRO-2": 3.75, "ZeRO-3": 9, "FSDP2": 9.1875, "HSDP": 1, "hpZ": 0}
+    assert all((large.peer_bytes(name) or 0) == share * large.states.parameters for name, share in shares.items())
+    assert BLOCKS["2x2-large-4-bf16"].peer_bytes("HSDP (reduces in fp32)") == large.peer_bytes("HSDP")
     model, adapters = 4 * 2 * 512 * 2048 * 4, 4 * 2 * (512 + 2048) * 4  # bytes
     full, lora = OFFLOAD["2x2-full-100"], OFFLOAD["2x2-LoRA-100"]
     # A step reads a rank's part in four forwards and backwards, and writes what is trained of it.
@@ -115,3 +119,32 @@ def test_formulas_are_those_by_hand() -> None:
     name, numel = "2x2-25M-1000", 12 * 8 * 512 * 512
     for method, expected in (("IIG, asynchronous", 3 * numel), ("NIG, asynchronous", 5 * numel), ("NIG", 0)):
         assert SavesMeasurement.buffers(SAVES[name], method) == expected
+
+
+def test_rings_sum_and_train_as_gloo_does(ranks: Any) -> None:
+    for length, (part, differences) in zip(LENGTHS, ranks(4).run(sum_and_train), strict=True):
+        assert part == [sum(range(1, 5)) * (length + 1)] * length
+        assert max(differences) < 1e-6
+
+
+def sum_and_train() -> tuple[list[float], list[float]]:
+    """Return this rank's part of a sum, and how far weights are from those with gloo's own collectives, by stage."""
+    from unittest import mock
+
+    import torch
+    import torch.distributed as dist
+
+    from tests.harness import training
+    from tests.perf.lib import rings
+
+    parts = [torch.full((length,), float((length + 1) * (dist.get_rank() + 1))) for length in LENGTHS]
+    differences, job = [], training.Job(empty=False, accumulation=2, clipping=0.0)
+    for stage in (1, 2, 3):
+        zero = {"stage": stage, "use_multi_rank_bucket_allreduce": False, **training.SMALL}
+        with mock.patch.object(rings, "ring_reduce_scatter", wraps=rings.ring_reduce_scatter) as ring:
+            with rings.ring_reductions():
+                ours, calls = training.train(job, zero).weights, ring.call_count
+            stock = training.train(job, zero).weights
+        assert ring.call_count == calls > 0
+        differences.append(((ours - stock).abs().max() / stock.abs().max()).item())
+    return rings.ring_reduce_scatter(parts, dist.group.WORLD).tolist(), differences
