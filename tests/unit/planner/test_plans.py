@@ -105,7 +105,7 @@ def test_plain_zero_3_is_predicted_without_units() -> None:
     plain, ours = predict_plain_stage("GGG", CLUSTER, model, rates), predict(STRATEGIES["GGG"], CLUSTER, model, rates)
     assert (round(plain.busy["within"]), round(ours.busy["within"])) == (2 * 24 + 1, 2 * 4 + 1)
     assert ours.transient > plain.transient
-    # With one group, p = N equals its plain stage. No plan prefers ZeRO-3, whose host time for modules is not predicted.
+    # With one group, p = N equals its plain stage. No plan prefers ZeRO-3: host time for modules is not predicted.
     alone, rates = GroupSizes(8, 8), Rates(*[HopRates(Rate(0.0, 3e9), Rate(0.0, 3e9))] * 2)
     model = Model(ModelStates.of(24_000_000), fetches=3, without_units=(24, 0.0), compute=0.05, bucket=5_000_000)
     for name in ("NNG", "NGG"):

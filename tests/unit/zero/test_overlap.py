@@ -143,7 +143,7 @@ def full_bucket_cases(configured: int) -> dict[str, list[int]]:
     """Return for each strategy how many weights have been sent when the backward reaches the last layer but one, ...,
     the first. A weight fills a bucket of this number of elements, or of a sixteenth of the model."""
     weight = 29 * 29
-    job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": configured})
+    job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": configured, "overlap_comm": True})
     rows: dict[str, list[int]] = {}
     with mock.patch("deepspeed_ext.strategy._LEAST_BUCKET", 1):
         for name in ("NIG", "NGG", "III", "GGG"):
