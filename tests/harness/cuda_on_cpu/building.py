@@ -40,19 +40,13 @@ class Build(NamedTuple):
     emulator: tuple[str, ...]
 
 
+# Each access calls the emulator: the instrumentation of gcc's checker of races, without its library.
+_CHECKED = ("-O2", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
+_CHECKED += ("-fno-tree-loop-distribute-patterns",)
 _SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
 BUILDS = {
     "plain": Build(("-O2",), ("-O2",)),
-    # Each access calls the emulator: the instrumentation of gcc's checker of races, without its library.
-    "checked": Build(
-        (
-            "-O2",
-            "-fsanitize=thread",
-            "--param=tsan-instrument-func-entry-exit=0",
-            "-fno-tree-loop-distribute-patterns",
-        ),
-        ("-O2", "-DCUDA_ON_CPU_CHECKED"),
-    ),
+    "checked": Build(_CHECKED, ("-O2", "-DCUDA_ON_CPU_CHECKED")),
     "address": Build(_SANITIZED, _SANITIZED),
 }
 
