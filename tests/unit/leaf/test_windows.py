@@ -133,9 +133,8 @@ OVERLAP = {"overlap_comm": True, "reduce_bucket_size": 10_000}
 def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], size: int = 2) -> list[Any]:
     """Compare strategies with stock that has the mixture as a leaf module."""
     variants = [training.placed(name, size, **WINDOWS) for name in names]
-    return training.against(
-        job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more}), variants, BY_HAND
-    )
+    job = job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more})
+    return training.against(job, variants, BY_HAND)
 
 
 @pytest.mark.quick
