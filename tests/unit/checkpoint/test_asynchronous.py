@@ -46,9 +46,7 @@ ROWS = [
 DEEP = [(name, "network", "bf16", OFFLOAD, "Adam") for name in ALL]
 DEEP += [("III", "network", "bf16", OUTER, "Adam"), ("NII", "network", "fp16", OFFLOAD, "Adam")]
 DEEP += [("NII", "experts", "bf16", {}, "Adam"), ("IIG", "network", "bf16", FEW_BITS, "Adam")]
-DEEP += [
-    (name, model, "bf16", {}, "Muon") for name in ("NNN", "NIG", "III", "GNG") for model in ("network", "experts")
-]
+DEEP += [(name, kind, "bf16", {}, "Muon") for name in ("NNN", "NIG", "III", "GNG") for kind in ("network", "experts")]
 DEEP += [("NGG", "network", "fp32", EVERYTHING, "Adam"), ("NNI", "network", "fp32", OUTER, "Adam")]
 DEEP += [("IIG", "pipeline", "bf16", {}, "Adam"), ("NIG", "pipeline of experts", "bf16", {}, "Adam")]
 
