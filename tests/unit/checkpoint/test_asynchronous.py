@@ -276,6 +276,7 @@ def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], st
         engine, model = training.make_engine(job, placed(name))
         runs.append(saves.Run(engine, model, job, f"{folder}/{number}"))
     if dist.get_rank() == 2:
+        no_thread = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         runs[0].engine.checkpoint_engine.async_saves._background.add = no_thread
     for tag in range(2):
         for run in runs:
@@ -297,11 +298,6 @@ def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], st
         run.engine.checkpoint_engine.cleanup()  # another destroy, as of the garbage collector
         groups.append(host_groups())
     return loaded, messages, latest, groups
-
-
-def no_thread(*_: Any) -> None:
-    """As the system does that has no more."""
-    raise RuntimeError("can't start new thread")
 
 
 class Uncopyable:
