@@ -31,11 +31,8 @@ ALL = {"attn_implementation": "eager", "pad_token_id": None}
 SMALL = architectures.SMALL | ALL
 EXPERTS = architectures.EXPERTS | {"moe_intermediate_size": 16}  # grouped products want rows of whole 16 bytes
 DEEPSEEK = (
-    {
-        key: value
-        for key, value in SMALL.items()
-        if key in architectures.WITHOUT_HEADS or key not in architectures.SMALL
-    }
+    architectures.WITHOUT_HEADS
+    | ALL
     | architectures.LATENT
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
     | {"n_group": 2, "topk_group": 1}

@@ -225,9 +225,7 @@ def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[s
     started = found.after("started", noticed["time"])
     loaded = found.after("loaded", started["time"])
     trained = found.after("trained", loaded["time"])
-    last = max(
-        report["step"] for report in found.reports if report["event"] == "trained" and report["time"] < loaded["time"]
-    )
+    last = max(row["step"] for row in found.reports if row["event"] == "trained" and row["time"] < loaded["time"])
     gaps = [abs(found.losses[step] / loss - 1) for step, loss in expected.losses.items()]
     times = [found.killed, noticed["time"], started["time"], loaded["time"], trained["time"]]
     parts = dict(zip(("noticed", "started", "loaded", "trained"), map(operator.sub, times[1:], times), strict=False))

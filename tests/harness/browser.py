@@ -13,19 +13,9 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-_OPTIONS = (
-    "--headless",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--allow-file-access-from-files",  # a page looks into its frames
-    "--enable-logging=stderr",
-    "--virtual-time-budget=20000",
-    "--dump-dom",
-)
+_OPTIONS = ["--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+_OPTIONS += ["--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--virtual-time-budget=20000"]
+_OPTIONS += ["--dump-dom", "--allow-file-access-from-files"]  # a page looks into its frames
 # Frames have any width, and a window of Chromium has at least 500 pixels.
 _AROUND = """<!DOCTYPE html><body>{frames}<pre id="answer"></pre><script>
 const look = {look};

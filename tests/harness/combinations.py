@@ -89,10 +89,8 @@ class Table(NamedTuple):
     def with_strategy(self, row: Row, strategy: str) -> Row:
         """Return a row as a strategy runs it: options that it does not support have their defaults."""
         results = [item for item in self.excluded if strategy in (item.strategies or ()) and item.found(row)]
-        return {
-            **row,
-            **self.row({name: row[name] for name in row if not any(name == _last(item) for item in results)}),
-        }
+        unsupported = {list(item.together)[-1] for item in results}
+        return {**row, **self.row({name: row[name] for name in row if name not in unsupported})}
 
     def missing(self, rows: Iterable[Row], strategy: str, strength: int = 2) -> list[Values]:
         """Return which values of two options, or more, a strategy does not meet together, though it could."""
@@ -105,10 +103,6 @@ class Table(NamedTuple):
             for values in _not_met([options[name] for name in names], run)
             if not any(item.found(dict(values)) for item in excluded)
         ]
-
-
-def _last(one: Excluded) -> str:
-    return list(one.together)[-1]
 
 
 def _condition(together: Mapping[str, Sequence[str]]) -> dict[str, Any]:

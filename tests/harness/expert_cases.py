@@ -64,9 +64,8 @@ def few_bits_case(kind: str, names: tuple[str, ...]) -> list[Difference]:
 def muon_case(ep: int, job: dict[str, Any], group: int, names: tuple[str, ...]) -> list[Difference]:
     """Differences from stage 3, which all-reduces gradients for Muon."""
     variants = [training.placed(name, group) for name in names]
-    return training.against(
-        job_of("AutoEP", ep, optimizer="Muon", **job), variants, {"stage": 3, "reduce_scatter": False}
-    )
+    muon = job_of("AutoEP", ep, optimizer="Muon", **job)
+    return training.against(muon, variants, {"stage": 3, "reduce_scatter": False})
 
 
 def resume_case(
@@ -80,7 +79,5 @@ def resume_case(
         keys = training.placed(name, 1 if kind == "folded" else 2, **few_bits)
         results = snapshots.resume(f"{folder}/{name}", job, keys, 1, 2)[1:]
         # Tokens that this rank has sent are not saved.
-        rows.append(
-            (name, *({key: result[key] for key in result if "tokens_per_expert" not in key} for result in results))
-        )
+        rows.append((name, *({k: v for k, v in each.items() if "tokens_per_expert" not in k} for each in results)))
     return rows

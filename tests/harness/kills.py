@@ -123,9 +123,7 @@ def survived_case(folder: str, strategy: str) -> Found:
     run = Run(folder, strategy, "aside")
     run.load()
     observed = run.snapshot()
-    both = [
-        number for number in range(2) if not snapshots.difference(torch.load(f"{folder}/seen{number}.pt"), observed)
-    ]
+    both = [which for which in range(2) if not snapshots.difference(torch.load(f"{folder}/seen{which}.pt"), observed)]
     replaced = Path(folder, "committed").exists() and both != [1]
     observed = run.step()
     for tag in (FIRST, SECOND):  # what was left of either is cleared

@@ -45,12 +45,9 @@ def _ordering_calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Cal
         if isinstance(child, ast.ClassDef | ast.FunctionDef):
             yield from _ordering_calls(child, f"{function}.{child.name}" if function else child.name)
             continue
-        if (
-            isinstance(child, ast.Call)
-            and isinstance(child.func, ast.Attribute)
-            and child.func.attr in (*_ORDERING, *_OURS)
-        ):
-            yield function, child, child.func.attr
+        match child:
+            case ast.Call(func=ast.Attribute(attr=name)) if name in (*_ORDERING, *_OURS):
+                yield function, child, name
         yield from _ordering_calls(child, function)
 
 

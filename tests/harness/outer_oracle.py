@@ -84,12 +84,8 @@ def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequ
                     subset[number].data[mask] = anchor[mask]
         if squares[0]:
             measures.append(dict(zip(("gradient_norm", "distance_of_groups"), squares.sqrt().tolist(), strict=True)))
-    own = copies[rank // group_size][0]
-    return Apart(losses, torch.cat([p.detach().flatten() for p in own.parameters()]), _flat(anchors), measures)
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
+    own, anchored = copies[rank // group_size][0], torch.cat([tensor.flatten() for tensor in anchors])
+    return Apart(losses, torch.cat([p.detach().flatten() for p in own.parameters()]), anchored, measures)
 
 
 def _copy(job: Job) -> tuple[Network, torch.optim.Optimizer]:

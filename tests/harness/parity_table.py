@@ -39,13 +39,7 @@ DTYPES = ("fp32", "bf16", "autocast", "fp16")
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 COMMON = (
     # Several groups of several ranks, three, one of all, and one for each rank.
-    Option(
-        "shape",
-        {
-            f"{world}in{group}": {"world": world, "group": group}
-            for world, group in ((4, 2), (4, 4), (4, 1), (6, 3), (6, 2))
-        },
-    ),
+    Option("shape", {f"{n}in{m}": {"world": n, "group": m} for n, m in ((4, 2), (4, 4), (4, 1), (6, 3), (6, 2))}),
     Option("accumulation", {f"x{number}": {"accumulation": number} for number in (1, 2, 3)}),  # micro-steps
     # Nothing divides; and fewer elements than ranks.
     Option(

@@ -265,10 +265,8 @@ class Trained(NamedTuple):
     kind: str  # of optimizer
 
 
-def train_pipeline(
-    pipe: Pipe, zero: dict[str, Any], look: Callable[[Any], None] | None = None, topology: Any = None
-) -> Trained:
-    """Train; ``look`` sees the engine before it is destroyed."""
+def train_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Trained:
+    """Train, and destroy the engine."""
     engine = make_pipeline(pipe, zero, topology)
     data = batches(engine.grid.get_data_parallel_rank())
     losses, norms, applied = [], [], []
@@ -276,8 +274,6 @@ def train_pipeline(
         losses.append(float(engine.train_batch(data)))
         norms.append(float(engine.get_global_grad_norm() or 0.0))
         applied.append(engine.was_step_applied())
-    if look is not None:
-        look(engine)
     weights, is_same = everybodys_weights(engine.module)
     kind = type(engine.optimizer).__name__
     engine.destroy()

@@ -41,27 +41,16 @@ _GLOBALS: dict[str, tuple[str, ...]] = {
     ),
     # ZeRO-3 counts persistent elements over all engines of the process against one limit.
     "deepspeed.runtime.zero.partition_parameters:Init": (
-        "param_id",
-        "param_persistence_threshold",
-        "model_persistence_threshold",
-        "num_persisted_parameters",
-        "num_persisted_elements",
-        "apply_param_persistence",
-        "override_module_apply",
+        *("param_id", "param_persistence_threshold", "model_persistence_threshold", "num_persisted_parameters"),
+        *("num_persisted_elements", "apply_param_persistence", "override_module_apply"),
     ),
     "deepspeed.runtime.zero.partition_parameters": ("zero_init_context", "top_level_context"),
     "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
     "deepspeed.runtime.pipe.p2p": ("_groups", "_grid", "_async"),
     "deepspeed.runtime.tensor_parallel.init_utils": ("_TP_MODEL_INIT_ARGS",),
     _CHECKPOINTING: (
-        "deepspeed_checkpointing_enabled",
-        "mpu",
-        "num_layers",
-        "PARTITION_ACTIVATIONS",
-        "CPU_CHECKPOINT",
-        "CONTIGUOUS_CHECKPOINTING",
-        "SYNCHRONIZE",
-        "PROFILE_TIME",
+        *("deepspeed_checkpointing_enabled", "mpu", "num_layers", "PARTITION_ACTIVATIONS", "CPU_CHECKPOINT"),
+        *("CONTIGUOUS_CHECKPOINTING", "SYNCHRONIZE", "PROFILE_TIME"),
     ),
     # zero.Init replaces it for good (mem_efficient_linear).
     "torch.nn.functional": ("linear",),
@@ -193,10 +182,8 @@ def _function_caches() -> list[Any]:
     cache_type = type(functools.cache(_copied))
     entries = [entry for entry in gc.get_objects() if type(entry) is cache_type]
     # Cached signatures of DeepSpeed's functions are the same for every case.
-    retained = "deepspeed_ext.integration.symbols"
-    return [
-        entry for entry in entries if str(entry.__module__).startswith("deepspeed") and entry.__module__ != retained
-    ]
+    kept = "deepspeed_ext.integration.symbols"
+    return [entry for entry in entries if str(entry.__module__).startswith("deepspeed") and entry.__module__ != kept]
 
 
 def _copied(value: Any) -> Any:

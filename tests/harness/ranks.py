@@ -132,15 +132,13 @@ class Ranks:
         """
         return [answer.value for answer in self._call(_case(fn, args, kwargs), Finished, timeout)]
 
-    def run_expect_error(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any
-    ) -> list[Raised]:
+    def run_expect_error(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Raised]:
         """Run ``fn``, which must raise on every rank, and return the error of each; the ranks stay alive.
 
         This is for errors that each rank finds by itself, such as a refused configuration. If a rank does not raise,
         this fails like ``run``.
         """
-        return self._call(_case(fn, args, kwargs), Raised, timeout)
+        return self._call(_case(fn, args, kwargs), Raised, 300.0)
 
     def _call(self, payload: bytes, wanted: type, timeout: float) -> list[Any]:
         try:

@@ -99,9 +99,7 @@ _TICK = 2e-5  # seconds: what a device's clock may be wrong by
 def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     trained, plain = report["training"], name.startswith("ZeRO")
     expected = {"strategy": None if plain else name, "ranks": 4, "accumulation": 2}
-    if not trained["called"].startswith(hyphenate(name)) or any(
-        trained[key] != value for key, value in expected.items()
-    ):
+    if not (trained["called"].startswith(hyphenate(name)) and expected.items() <= trained.items()):
         yield f"another training: {trained}"
     if [row["rank"] for row in report["ranks"]] != [0, 1, 2, 3]:
         yield f"other ranks: {report['ranks']}"

@@ -105,10 +105,7 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
             **dict.fromkeys(("loco", "updates"), False),
         },
         "steps": {"first": 11, "seconds": [STEP * 1.01, STEP, STEP * 0.99], "undisturbed": 0.498, "overhead": 0.004},
-        "parts": [
-            {"part": part, "seconds": seconds, "predicted": seconds * share}
-            for part, (seconds, share) in parts.items()
-        ],
+        "parts": [{"part": part, "seconds": took, "predicted": took * share} for part, (took, share) in parts.items()],
         "hops": [
             {"hop": name, "bytes": nbytes, "formula_bytes": nbytes, **hop}
             for name, nbytes in (("within", 6.7e7), ("between", 3.4e7))
@@ -117,9 +114,7 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
             {"name": name, "hop": of, "count": count, "bytes": count * _BYTES, "busy": 0.2, "exposed": exposed}
             for name, of, count, exposed in operations
         ],
-        "modules": [
-            {"module": f"blocks.{number}", "exposed": 0.01} for number in range(_BLOCKS if strategy == "IIG" else 0)
-        ],
+        "modules": [{"module": f"blocks.{n}", "exposed": 0.01} for n in range(_BLOCKS if strategy == "IIG" else 0)],
         "memory": [{"state": state, "bytes": 1.01 * formula, "formula": formula} for state, formula in due.items()],
         "ranks": [
             {"rank": rank, "host": f"node{rank // group_size}", "step": STEP, "compute": item, "waiting": 0.45 - item}

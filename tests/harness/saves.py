@@ -22,18 +22,9 @@ from unittest import mock
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed import utils
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import Init
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
 from torch import nn
 
 from deepspeed_ext import outer_weights
@@ -173,27 +164,28 @@ class Run:
 
     def set_weights(self) -> None:
         for param in self._trained():
-            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 1.125)
+            utils.safe_set_full_fp32_param(param, utils.safe_get_full_fp32_param(param) * 1.125)
 
     def set_states(self) -> None:
         for param in self._trained():
-            value = safe_get_full_optimizer_state(param, self._state(param))
+            value = utils.safe_get_full_optimizer_state(param, self._state(param))
             if value is not None:
-                self.try_to(safe_set_full_optimizer_state, param, value + 0.125, self._state(param))
+                self.try_to(utils.safe_set_full_optimizer_state, param, value + 0.125, self._state(param))
 
     def set_local_weights(self) -> None:
         for param in self._local():
-            self.try_to(safe_set_local_fp32_param, param, safe_get_local_fp32_param(param) * 1.125)
+            self.try_to(utils.safe_set_local_fp32_param, param, utils.safe_get_local_fp32_param(param) * 1.125)
 
     def set_local_states(self) -> None:
         for param in self._local():
-            value = safe_get_local_optimizer_state(param, self._state(param)) + 0.125
-            self.try_to(safe_set_local_optimizer_state, param, value, self._state(param))
+            value = utils.safe_get_local_optimizer_state(param, self._state(param)) + 0.125
+            self.try_to(utils.safe_set_local_optimizer_state, param, value, self._state(param))
 
     def _local(self) -> list[nn.Parameter]:
         """Those that have a local part, as DeepSpeed takes it."""
         sharded = [param for param in self._trained() if hasattr(param, "ds_id")]
-        return [param for param in sharded if safe_get_local_fp32_param(param).numel() == param.ds_tensor.numel()]
+        local = utils.safe_get_local_fp32_param
+        return [param for param in sharded if local(param).numel() == param.ds_tensor.numel()]
 
     def refresh(self) -> None:
         self.engine.optimizer.refresh_fp32_params()

@@ -105,18 +105,14 @@ def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tens
     parameters = dict(model.named_parameters())
     # Momentum of whole matrices, which stock's stages 1 and 2 keep without offload, they show to nobody.
     hidden = MUON[True] if not ours and not getattr(engine.optimizer, "cpu_offload", True) else ()
-    for name, parameter in parameters.items():
-        if parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()):
-            observed[f"{name} fp32"] = _all_experts(parameter, safe_get_full_fp32_param(parameter))
-            for moment in MUON[parameter.use_muon] if job.optimizer == "Muon" else MOMENTS[job.optimizer]:
+    for name, param in parameters.items():
+        if param.requires_grad and getattr(param, "ds_numel", param.numel()):
+            observed[f"{name} fp32"] = _all_experts(param, safe_get_full_fp32_param(param))
+            for moment in MUON[param.use_muon] if job.optimizer == "Muon" else MOMENTS[job.optimizer]:
                 if job.optimizer != "Muon" or moment not in hidden:
-                    observed[f"{name} {moment}"] = _all_experts(
-                        parameter, safe_get_full_optimizer_state(parameter, moment)
-                    )
+                    observed[f"{name} {moment}"] = _all_experts(param, safe_get_full_optimizer_state(param, moment))
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
-        observed.update(
-            {f"{name} model": _all_experts(parameter, parameter) for name, parameter in parameters.items()}
-        )
+        observed.update({f"{name} model": _all_experts(param, param) for name, param in parameters.items()})
     observed.update({f"{name} buffer": buffer.clone() for name, buffer in model.named_buffers()})
     optimizer = engine.optimizer
     for number, group in enumerate(optimizer.param_groups):

@@ -63,6 +63,7 @@ _OVERLAP = {"overlap_comm": True}
 _AHEAD = {"paro_overlap_updates": True}
 _EXACT = {"paro_quantized_updates": {"bits": "exact", "resync_T": 3}}
 _FEW_BITS = {"paro_quantized_updates": {"resync_T": 2}}
+_LOCO: dict[str, Any] = {"zeropp_loco_param": {}}
 _CROSSING = tuple(name for name in ALL if name[0] != "G")  # updates, or sums, cross in few bits
 _APART = ("NNI", "NII", "INI", "III")  # those that may have an outer optimizer
 _OUTER = {"paro_outer_optimizer": {"steps": 2, "fragments": 2, "bits": 4}}
@@ -99,7 +100,7 @@ OPTIONS = {
     "windows": Options(
         ("INI", "IIG", "GNG", "GGG"), {"stage3_leaf_bytes": 6552}, replace(_MIXTURES, network=mixtures.Packed), False
     ),
-    "LoCo": Options(ALL, {**_OVERLAP, "zeropp_loco_param": {}}),
+    "LoCo": Options(ALL, {**_OVERLAP, **_LOCO}),
     "LoCo, reset": Options(BOTH_STAGES, {"zeropp_loco_param": {"reset_T": 1}}, replace(_BF16, steps=3)),
     "offload": Options(ALL, {**_OVERLAP, **_OFFLOAD}, _ADAM),
     "pageable": Options(
@@ -108,42 +109,33 @@ OPTIONS = {
     "offload, LoCo": Options(BOTH_STAGES, {"zeropp_loco_param": {"hadamard": True}, **_OFFLOAD}, _ADAM),
     # To change parameters would have all updates travel whole.
     "in few bits": Options(_CROSSING, {**_OVERLAP, **_FEW_BITS}, replace(_BF16, steps=3), gathering=False),
-    "in few bits, ahead": Options(
-        ("NNG", "NIG", "NGG"), {**_AHEAD, **_FEW_BITS, "zeropp_loco_param": {}}, _EVERY, gathering=False
-    ),
+    "in few bits, ahead": Options(("NNG", "NIG", "NGG"), {**_AHEAD, **_FEW_BITS, **_LOCO}, _EVERY, gathering=False),
     "in few bits, offload": Options(("NIG", "NII", "ING", "IIG"), {**_FEW_BITS, **_OFFLOAD}, _ADAM, gathering=False),
     "without loss": Options(("NIG", "NGG", "ING", "IIG"), {**_OVERLAP, **_EXACT}, _BF16, gathering=False),
     "Muon": Options(ALL, _OVERLAP, replace(_BF16, optimizer="Muon")),
     "Muon, in few bits": Options(
-        ("NIG", "IIG"),
-        {**_OVERLAP, **_FEW_BITS, "zeropp_loco_param": {}},
-        replace(_JOB, optimizer="Muon"),
-        gathering=False,
+        ("NIG", "IIG"), {**_OVERLAP, **_FEW_BITS, **_LOCO}, replace(_JOB, optimizer="Muon"), False
     ),
     "Muon, offload": Options(("NIG", "NNI", "III", "IGG"), {**_OVERLAP, **_OFFLOAD}, replace(_ADAM, optimizer="Muon")),
     "experts": Options(("NNN", "NIG", "NGG"), {**_OVERLAP, **_AHEAD}, _EXPERTS, gathering=False),
-    "experts, in few bits": Options(
-        ("NNI", "NIG"), {**_OVERLAP, **_FEW_BITS, "zeropp_loco_param": {}}, _EXPERTS, gathering=False
-    ),
+    "experts, in few bits": Options(("NNI", "NIG"), {**_OVERLAP, **_FEW_BITS, **_LOCO}, _EXPERTS, gathering=False),
     "experts, sharded": Options(("ING", "III", "IGG", "GGG"), _OVERLAP, _AUTOEP, gathering=False),
     "experts, Muon": Options(("NNN", "NIG"), _OVERLAP, replace(_EXPERTS, optimizer="Muon"), gathering=False),
     "parameters on the host": Options(_SLICED, {**_OVERLAP, **_HOST}, replace(_ADAM, steps=3), saving=True),
     "parameters and offload": Options(_SLICED, {**_HOST, **_CACHED, **_OFFLOAD}, _ADAM, saving=True),
-    "parameters, in few bits": Options(
-        ("ING", "IIG"), {**_OVERLAP, **_HOST, **_CACHED, **_FEW_BITS}, _BF16, gathering=False
-    ),
+    "parameters, in few bits": Options(("ING", "IIG"), {**_OVERLAP, **_HOST, **_CACHED, **_FEW_BITS}, _BF16, False),
     "parameters, pageable": Options(("IIG",), {**_OVERLAP, **_PAGEABLE}, _BF16),
     "outer": Options(_APART, {**_OVERLAP, **_OUTER}, replace(_ADAM, steps=3), saving=True),
     "outer, delayed": Options(_APART, {**_OVERLAP, **_DELAYED}, replace(_EVERY, steps=7), gathering=False),
     "outer, offload": Options(("NII", "III"), {**_OUTER, **_OFFLOAD}, replace(_ADAM, steps=3)),
-    "saves aside": Options(ALL, {**_OVERLAP, **_AHEAD, "zeropp_loco_param": {}}, _ASIDE, aside=True),
+    "saves aside": Options(ALL, {**_OVERLAP, **_AHEAD, **_LOCO}, _ASIDE, aside=True),
     "saves aside, offload": Options(("NIG", "NNI", "IIG"), {**_OVERLAP, **_OFFLOAD}, _ASIDE, aside=True),
     "reported": Options(("NIG", "IIG"), {**_OVERLAP, **_AHEAD}, replace(_JOB, steps=9), False, reported=True),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
     "pipeline, fp16": Options(("NIG", "IIG"), {**_OVERLAP, **_AHEAD}, pipe=replace(_PIPE, dtype="fp16")),
-    "pipeline, LoCo": Options(("NGG", "IIG", "GGG"), {**_OVERLAP, "zeropp_loco_param": {}}, pipe=_PIPE),
+    "pipeline, LoCo": Options(("NGG", "IIG", "GGG"), {**_OVERLAP, **_LOCO}, pipe=_PIPE),
     "pipeline, offload": Options(BOTH_STAGES, {**_OVERLAP, **_OFFLOAD}, pipe=replace(_PIPE, optimizer="Adam")),
 }
 
@@ -187,20 +179,18 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     if options == BY_HAND:
         gather_by_hand(order, name)
         return
-    provided = OPTIONS[options]
-    if provided.pipe is not None:
-        engine: Any = pipelines.make_pipeline(
-            provided.pipe, placed(name, **{"group_size": 1, **provided.zero, **more})
-        )
+    given = OPTIONS[options]
+    if given.pipe is not None:
+        engine: Any = pipelines.make_pipeline(given.pipe, placed(name, **{"group_size": 1, **given.zero, **more}))
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
         with stepping_on_host(engine, order), order.watch():
-            for _ in range(steps or provided.pipe.steps):
+            for _ in range(steps or given.pipe.steps):
                 engine.train_batch(data)
         engine.destroy()
         return
     job = job_of(options, name, steps)
-    zero = {key: value for key, value in provided.zero.items() if key not in _AHEAD or not name.isdigit()}
-    if provided.reported:
+    zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
+    if given.reported:
         more["paro_report"] = {"folder": f"{folder}/{name}", "after": 2, "steps": 1, "probe": False}
     engine, model = training.make_engine(job, placed(name, **zero, **more))
     data = training.batches(job)
@@ -208,18 +198,18 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     with stepping_on_host(engine, order), order.watch():
         for number, batch in enumerate(batches):
             last = (number + 1) % job.accumulation == 0
-            micro_step(engine, model, job, number, batch, provided.gathering)
+            micro_step(engine, model, job, number, batch, given.gathering)
             if job.no_sync and not last:
                 engine.micro_steps += 1  # no_sync leaves the counting to the caller
             elif last or job.boundary != "step":
                 engine.step()
-            if last and provided.saving:
+            if last and given.saving:
                 read_by_host(engine.optimizer)
                 engine.save_checkpoint(folder, tag=f"{name}-{number}")
                 engine.load_checkpoint(folder, tag=f"{name}-{number}")
-            if last and provided.aside:
+            if last and given.aside:
                 engine.save_checkpoint(folder, tag=name)
-            if last and provided.gathering and name[0] == name[2] != "N":
+            if last and given.gathering and name[0] == name[2] != "N":
                 next(model.parameters()).ds_tensor.mul_(0.9)  # the user writes what this rank holds of a parameter
     engine.destroy()
 
@@ -298,10 +288,8 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     families = getattr(optimizer, "gradients", {}).values()  # stock's have none
     if families:
         parts += [(optimizer.muon, "apply"), (optimizer.muon, "finish_step")]
-    on_host = [
-        item for item in families if isinstance(item, ShardedGradients) and item.accumulator.device.type == "cpu"
-    ]
-    on_host = [item for item in on_host if item.rows == 1]
+    sharded = [item for item in families if isinstance(item, ShardedGradients)]
+    on_host = [item for item in sharded if item.accumulator.device.type == "cpu" and item.rows == 1]
     parts += [(item, name) for item in on_host for name in ("_prepare_accumulator", "_clear_padding")]
     align_rows = redistribution.align_rows
 

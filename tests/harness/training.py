@@ -80,7 +80,7 @@ class Network(nn.Module):
     def __init__(self, sizes: Sequence[int], checkpointing: bool | None = None, empty: bool = True) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Linear(a, b, bias=i % 2 == 0) for i, (a, b) in enumerate(itertools.pairwise(sizes))
+            nn.Linear(a, b, bias=not i % 2) for i, (a, b) in enumerate(itertools.pairwise(sizes))
         )
         if empty:
             self.empty = nn.Parameter(torch.empty(0))
@@ -306,9 +306,7 @@ def difference(name: str, ours: Record, stock: Record, optimizer: str) -> Differ
         name,
         ((ours.weights - stock.weights).abs().max() / stock.weights.abs().max()).item(),
         max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)),
-        max(
-            (abs(a - b) / b for a, b in zip(ours.norms, stock.norms, strict=True) if 0 < b < float("inf")), default=0.0
-        ),
+        max((abs(a - b) / b for a, b in zip(ours.norms, stock.norms, strict=True) if 0 < b < torch.inf), default=0.0),
         ours.replicas_equal,
         (ours.scales, ours.applied) == (stock.scales, stock.applied),
         optimizer,

@@ -97,9 +97,7 @@ def test_inheritance_is_shallow() -> None:
 
 
 def test_files_hold_one_concept() -> None:
-    lengths = {
-        path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")
-    }
+    lengths = {p.relative_to(PACKAGE).as_posix(): len(p.read_text().splitlines()) for p in PACKAGE.rglob("*.py")}
     assert {path for path, length in lengths.items() if length > MOST_LINES} == set(LONGER)
 
 

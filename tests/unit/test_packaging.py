@@ -50,9 +50,7 @@ def test_archives_build_without_torch_and_compilers(tmp_path: Path) -> None:
     # pip installs what the patcher does not refuse.
     assert [Requirement(line).specifier for line in needed] == [SpecifierSet(DEEPSPEED_VERSIONS)]
     assert "deepspeed_ext/py.typed" in names
-    modules = {
-        f"deepspeed_ext/{p.relative_to(ROOT / 'deepspeed_ext')}" for p in (ROOT / "deepspeed_ext").rglob("*.py")
-    }
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "deepspeed_ext").rglob("*.py")}
     assert modules == {name for name in names if name.endswith(".py")}
     assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("deepspeed_ext/tools/*/assets/*")}
     assert assets == {name for name in names if "/assets/" in name}
@@ -78,9 +76,8 @@ def test_pages_name_the_versions_that_are_supported() -> None:
     assert f"DeepSpeed {DEEPSPEED_VERSIONS}" in readme and f"DeepSpeed `{DEEPSPEED_VERSIONS}`" in limits
     assert set(re.findall(release, readme)) == set(TESTED_VERSIONS)
     assert set(re.findall(r"(\d+\.\d+\.\d+) is tested", limits)) == set(TESTED_VERSIONS)
-    pinned = re.findall(
-        "^deepspeed==(.*)$", (ROOT / "scripts/development.txt").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    development = (ROOT / "scripts/development.txt").read_text(encoding="utf-8")
+    pinned = re.findall("^deepspeed==(.*)$", development, re.MULTILINE)
     assert {requirement().version, *pinned} == set(TESTED_VERSIONS) and all(map(supported.contains, TESTED_VERSIONS))
     rows = {row[0]: row[3] for row in page("patches/README.md").rows("DeepSpeed")}
     versions = {name for name in rows if not name.startswith("main")}

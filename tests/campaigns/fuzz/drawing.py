@@ -335,12 +335,8 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     if case["optimizer"] != "Adam":
         case["config"].pop("optimizer", None)
     convertible = []
-    if (
-        case["optimizer"] == "Adam"
-        and not lossy
-        and kind in ("replicated", "sharded", "windows")
-        and not case["empty"]
-    ):
+    of_others = kind not in ("replicated", "sharded", "windows") or case["optimizer"] != "Adam"
+    if not (of_others or lossy or case["empty"]):
         # Not to plain stages: DeepSpeed's own loads lose buffers, frozen parameters and hyperparameters.
         convertible = [{"paro_strategy": name, "paro_group_size": group} for name in (*REPLICATED, *SHARDED)]
     if "gradient_predivide_factor" in case["config"]:

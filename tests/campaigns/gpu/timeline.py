@@ -150,11 +150,8 @@ def under_backward(
             run.micro_step(JOB)
         if setup.cuda:
             torch.cuda.synchronize()
-        under = [
-            late
-            for late in run.wire.sent
-            if late.name in REDUCES and any(run.under_way(span, late) for span in run.backward)
-        ]
+        sent = [late for late in run.wire.sent if late.name in REDUCES]
+        under = [late for late in sent if any(run.under_way(span, late) for span in run.backward)]
     return {"any": bool(under), "between groups": any(late.ranks == RANKS // GROUP for late in under)}
 
 

@@ -71,11 +71,7 @@ def all_taken(capabilities: Sequence[str]) -> list[Taken]:
 
 def in_local_memory(kernels: Iterable[Taken]) -> list[str]:
     """Return those that spill registers or have arrays in local memory, which is as slow as global memory."""
-    return [
-        f"{kernel.symbol} of sm_{kernel.architecture}: {kernel}"
-        for kernel in kernels
-        if kernel.stack or kernel.spilled
-    ]
+    return [f"{taken.symbol} of sm_{taken.architecture}: {taken}" for taken in kernels if taken.stack or taken.spilled]
 
 
 def table(kernels: Sequence[Taken]) -> str:

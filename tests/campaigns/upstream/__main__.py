@@ -43,10 +43,8 @@ def summarize(side: Side, stock: dict[str, Outcome], ours: dict[str, Outcome]) -
     """Print how a side differs from stock; return whether every difference is known. Refusals are documented."""
     print(f"\n{side.name}" + (f", groups of {side.group_size}" if side.group_size else ""))
     print(f"  stock: {counts(stock.values())} of {len(stock)} tests")
-    created = sum(outcome.made > 0 for outcome in ours.values())
-    print(
-        f"  ours: {counts(ours.values())} of the {len(ours)} that pass on stock; {created} made an optimizer of ours"
-    )
+    made = sum(outcome.made > 0 for outcome in ours.values())
+    print(f"  ours: {counts(ours.values())} of the {len(ours)} that pass on stock; {made} made an optimizer of ours")
     registered, unknown = Counter[str](), []
     for test, outcome in sorted(ours.items()):
         if outcome.kind == REFUSED:

@@ -40,19 +40,13 @@ class Build(NamedTuple):
     emulator: tuple[str, ...]
 
 
+# Each access calls the emulator: the instrumentation of gcc's checker of races, without its library.
+_CHECKED = ("-O2", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
+_CHECKED += ("-fno-tree-loop-distribute-patterns",)
 _SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
 BUILDS = {
     "plain": Build(("-O2",), ("-O2",)),
-    # Each access calls the emulator: the instrumentation of gcc's checker of races, without its library.
-    "checked": Build(
-        (
-            "-O2",
-            "-fsanitize=thread",
-            "--param=tsan-instrument-func-entry-exit=0",
-            "-fno-tree-loop-distribute-patterns",
-        ),
-        ("-O2", "-DCUDA_ON_CPU_CHECKED"),
-    ),
+    "checked": Build(_CHECKED, ("-O2", "-DCUDA_ON_CPU_CHECKED")),
     "address": Build(_SANITIZED, _SANITIZED),
 }
 
@@ -117,7 +111,9 @@ def _built(sources: Path, folder: Path, name: str, files: Sequence[str], flags: 
 def _object(folder: Path, name: str, file: str, texts: Mapping[str, str]) -> Path:
     """Compile one file, unless the same texts and flags have been."""
     build, of_kernels = BUILDS[name], file in (*SOURCES, _PROGRAM)
-    flags = [*_FLAGS, *_includes(), *(build.kernels if of_kernels else build.emulator)]
+    root = Path(torch.__file__).parent / "include"
+    folders = (cuda_headers(), root, root / "torch/csrc/api/include", sysconfig.get_paths()["include"])
+    flags = [*_FLAGS, *(f"-isystem{folder}" for folder in folders), *(build.kernels if of_kernels else build.emulator)]
     own = {header: (HERE / header).read_text(encoding="utf-8") for header in _OWN_HEADERS}
     if of_kernels:
         own |= {header: texts[header] for header in HEADERS}
@@ -142,12 +138,6 @@ def _linked(folder: Path, name: str, objects: Sequence[Path], flags: Sequence[st
         run(*link, f"-Wl,-rpath,{torch_libraries}", "-o", f"{created}.new")
         Path(f"{created}.new").rename(created)
     return created
-
-
-def _includes() -> list[str]:
-    root = Path(torch.__file__).parent / "include"
-    folders = [cuda_headers(), root, root / "torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    return [f"-isystem{folder}" for folder in folders]
 
 
 def _key(*parts: str) -> str:

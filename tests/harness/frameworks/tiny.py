@@ -104,9 +104,7 @@ def compare_runs(start: Tensor, stock: Run, ours: Run, resumed: Run | None = Non
         group: ranks that hold the same weights; by default all.
     """
     if stock.strategy or stock.stage != ours.stage:
-        raise ValueError(
-            f"expected a run of stock DeepSpeed at stage {ours.stage}, got {stock.strategy or stock.stage}"
-        )
+        raise ValueError(f"expected stock DeepSpeed at stage {ours.stage}, got {stock.strategy or stock.stage}")
     largest = stock.weights.abs().max()
     return Row(
         str(ours.strategy),

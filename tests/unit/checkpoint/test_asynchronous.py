@@ -46,9 +46,7 @@ ROWS = [
 DEEP = [(name, "network", "bf16", OFFLOAD, "Adam") for name in ALL]
 DEEP += [("III", "network", "bf16", OUTER, "Adam"), ("NII", "network", "fp16", OFFLOAD, "Adam")]
 DEEP += [("NII", "experts", "bf16", {}, "Adam"), ("IIG", "network", "bf16", FEW_BITS, "Adam")]
-DEEP += [
-    (name, model, "bf16", {}, "Muon") for name in ("NNN", "NIG", "III", "GNG") for model in ("network", "experts")
-]
+DEEP += [(name, kind, "bf16", {}, "Muon") for name in ("NNN", "NIG", "III", "GNG") for kind in ("network", "experts")]
 DEEP += [("NGG", "network", "fp32", EVERYTHING, "Adam"), ("NNI", "network", "fp32", OUTER, "Adam")]
 DEEP += [("IIG", "pipeline", "bf16", {}, "Adam"), ("NIG", "pipeline of experts", "bf16", {}, "Adam")]
 
@@ -278,6 +276,7 @@ def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], st
         engine, model = training.make_engine(job, placed(name))
         runs.append(saves.Run(engine, model, job, f"{folder}/{number}"))
     if dist.get_rank() == 2:
+        no_thread = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         runs[0].engine.checkpoint_engine.async_saves._background.add = no_thread
     for tag in range(2):
         for run in runs:
@@ -299,11 +298,6 @@ def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], st
         run.engine.checkpoint_engine.cleanup()  # another destroy, as of the garbage collector
         groups.append(host_groups())
     return loaded, messages, latest, groups
-
-
-def no_thread(*_: Any) -> None:
-    """As the system does that has no more."""
-    raise RuntimeError("can't start new thread")
 
 
 class Uncopyable:

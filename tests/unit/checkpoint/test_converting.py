@@ -20,11 +20,8 @@ from tests.harness.snapshots import convert, error_of
 from tests.harness.tiers import deep
 
 # What saves on 4 ranks in groups of 2; what loads on 2, and in which groups.
-RUNS = [
-    ("IIG + LoCo", "NIG + LoCo", 1),
-    ("NIG + aside", "GGG", 2),
-    *deep(("2", "III", 2), ("NIG + Muon", "III + Muon", 2)),
-]
+RUNS = [("IIG + LoCo", "NIG + LoCo", 1), ("NIG + aside", "GGG", 2)]
+RUNS += deep(("2", "III", 2), ("NIG + Muon", "III + Muon", 2))
 
 
 def names_in(folder: str) -> list[str]:

@@ -194,10 +194,7 @@ def test_saves_follow_links_and_keep_them(tmp_path: Path) -> None:
     [
         ("file", "/tag must be a folder, or must not exist; it is a file. Remove it, or"),
         ("link to a file", r"/tag \(a link to .*/other\) must be a folder, .*; it is a file. Remove it"),
-        (
-            "dangling link",
-            r"/tag \(a link to .*/nowhere\) must be a folder, .*; it is a link without a target. Remove it",
-        ),
+        ("dangling link", r"/tag \(a link to .*/nowhere\) must be a folder.*; it is a link without a target. Remove"),
         ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is a link without a target. Remove it"),
         ("mount point", r"/tag \(a link to /proc\) is a mount point, which a rename cannot replace"),
     ],

@@ -220,9 +220,8 @@ def refused_case(base: str) -> list[str]:
     """Errors: without ``async_save``, with storage of each node, and of bad values."""
 
     def save(section: dict[str, Any]) -> None:
-        engine, _ = training.make_engine(
-            training.Job(empty=False, config={"checkpoint": section}), training.placed("NIG", 1)
-        )
+        job = training.Job(empty=False, config={"checkpoint": section})
+        engine, _ = training.make_engine(job, training.placed("NIG", 1))
         try:
             deepspeed_ext.save_in_memory(engine, base)
         finally:
@@ -236,9 +235,8 @@ def refused_case(base: str) -> list[str]:
 def test_next_groups_get_copies_and_limits_are_logged(ranks: Any, tmp_path: Path, copies: int) -> None:
     """Four groups on one node, with which copies are lost, and which have no place for five copies."""
     warnings = ["copies of 4 rank(s) are on the same node", "memory_copies is 5", "each file has 3 copies."]
-    for rank, (retained, needed, expected, numbers, lines, message) in enumerate(
-        ranks(4).run(copies_case, str(tmp_path), copies)
-    ):
+    answers = ranks(4).run(copies_case, str(tmp_path), copies)
+    for rank, (retained, needed, expected, numbers, lines, message) in enumerate(answers):
         assert retained == sorted((rank - step) % 4 for step in range(min(copies, 3) + 1))
         assert needed == expected, "also what it receives must have room"
         assert numbers == 6, "what a rank sends to all others does not grow with their number"

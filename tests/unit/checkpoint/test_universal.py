@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of any strategy or stage, loaded by any other: unchanged if both shard equally, or as universal ones."""
 
-import dataclasses
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +41,7 @@ def save_case(
 ) -> None:
     """Train, save, convert, and store a snapshot of the saved states."""
     job = job_of_kind(kind, dtype)
-    job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
+    job = replace(job, zero={**job.zero, **(zero or {})})
     for name in names:
         engine, model = training.make_engine(job, placed(name, group_size))
         snapshots.mark(engine, model)
@@ -67,7 +66,7 @@ def load_case(
 ) -> list[tuple[str, str, dict[str, float]]]:
     """Load with another strategy, and return differences from the saved states."""
     job = job_of_kind(kind, dtype, **config)
-    job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
+    job = replace(job, zero={**job.zero, **(zero or {})})
     rows = []
     for saved, loaded in pairs:
         engine, model = training.make_engine(job, placed(loaded, group_size))
@@ -168,7 +167,7 @@ def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path, parts
 def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tuple[str, str, float, float, bool]]:
     """Return differences of the model's and the optimizer's weights, and whether moments have changed."""
     job = job_of("bf16", **UNIVERSAL)
-    job = dataclasses.replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
+    job = replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
     rows = []
     for saved, loaded in (("NIG", "III"), ("IIG", "NNI")):
         engine, model = training.make_engine(job, placed(loaded))

@@ -20,10 +20,7 @@ pytestmark = pytest.mark.quick
 
 def parts(sender: int, size: int, number: int) -> list[Any]:
     """Return this rank's parts of an all-to-all: a different length for each rank, some empty."""
-    return [
-        torch.full((sender * receiver + number,), float(100 * number + 10 * sender + receiver))
-        for receiver in range(size)
-    ]
+    return [torch.full((sender * other + number,), float(100 * number + 10 * sender + other)) for other in range(size)]
 
 
 def swap_case(late: int, dropped: bool) -> list[bool]:
@@ -36,9 +33,8 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
     for number in range(4):
         due = [parts(sender, size, number)[rank] for sender in range(size)]
         received = [torch.empty_like(part) for part in due]
-        started.append(
-            (collectives.pairwise_all_to_all(group, received, parts(rank, size, number), "exchange"), received, due)
-        )
+        handle = collectives.pairwise_all_to_all(group, received, parts(rank, size, number), "exchange")
+        started.append((handle, received, due))
     if dropped:
         del started[1]
         gc.collect()
@@ -52,13 +48,9 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
     return [*right, in_flight == int(dropped)]
 
 
-def test_all_to_all_delivers_all_parts(ranks: Any) -> None:
-    for late in (0, 2):
-        assert all(all(results) for results in ranks(3).run(swap_case, late, False))
-
-
-def test_dropped_all_to_all_does_not_affect_others(ranks: Any) -> None:
-    assert all(all(results) for results in ranks(3).run(swap_case, 1, True))
+@pytest.mark.parametrize("late, dropped", [(0, False), (2, False), (1, True)])
+def test_all_to_all_delivers_all_parts(ranks: Any, late: int, dropped: bool) -> None:
+    assert all(all(results) for results in ranks(3).run(swap_case, late, dropped))
 
 
 def background_case() -> list[list[float]]:

@@ -127,10 +127,8 @@ def test_join_waits_for_threads_after_their_last_job() -> None:
             time.sleep(0.5)  # another thread takes what is added now
         return job
 
-    with (
-        mock.patch.object(WorkerThread, "_next_job", take_slowly),
-        mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 0.01),
-    ):
+    ends_soon = mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 0.01)
+    with ends_soon, mock.patch.object(WorkerThread, "_next_job", take_slowly):
         jobs.add(lambda: None).wait()
         ends = time.monotonic() + 10
         while not threads and time.monotonic() < ends:

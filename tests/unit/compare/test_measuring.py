@@ -77,9 +77,8 @@ def configured_case(report: str, config: dict[str, Any]) -> tuple[dict[str, Any]
     active = active_strategy(engine._config)
     engine.destroy()
     assert deepspeed.comm.get_world_size() == 2
-    return {
-        key: script_config[key] for key in ("zero_optimization", "train_micro_batch_size_per_gpu")
-    }, active and active.name
+    given = {key: script_config[key] for key in ("zero_optimization", "train_micro_batch_size_per_gpu")}
+    return given, active and active.name
 
 
 def two_engines_case(report: str) -> int:

@@ -28,9 +28,7 @@ def test_ratios_and_their_intervals() -> None:
     assert misses <= 8  # of the same; one of twenty, were it not for few rounds
     # A machine that slows between rounds changes nothing, nor does a slow step; rounds that disagree do.
     pair = series(1.0), series(1.5, seed=1)
-    drifted = ratio(
-        *([[comparison * 3**number for comparison in row] for number, row in enumerate(rounds)] for rounds in pair)
-    )
+    drifted = ratio(*([[step * 3**number for step in row] for number, row in enumerate(rounds)] for rounds in pair))
     assert drifted.value == pytest.approx(ratio(*pair).value) and drifted.high - drifted.low < 0.1
     assert ratio([[1.0] * 9 + [50.0]] * 3, [[1.0] * 10] * 3).value == 1
     apart = ratio([[1.0] * 5] * 3, [[1.0] * 5, [1.1] * 5, [1.9] * 5])
@@ -54,12 +52,10 @@ def report(seconds: float, losses: list[Any] = LOSSES, **values: Any) -> dict[st
     return {**fields, **memory, "losses": losses, **values}
 
 
-def found(
-    *values: dict[str, Any], bound: float | None = None, first: list[dict[str, Any]] | None = None
-) -> Comparison:
+def found(*runs: dict[str, Any], bound: float | None = None, first: list[dict[str, Any]] | None = None) -> Comparison:
     """Compare reports of rounds with as many of the first configuration."""
-    first = first or [report(1.0) for _ in values]
-    return compare(ConfigRuns("A", "a.json", first), ConfigRuns("B", "b.json", values), bound)
+    first = first or [report(1.0) for _ in runs]
+    return compare(ConfigRuns("A", "a.json", first), ConfigRuns("B", "b.json", runs), bound)
 
 
 def test_faster_with_the_same_losses() -> None:

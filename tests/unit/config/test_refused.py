@@ -61,10 +61,7 @@ def in_zero(strategy: dict[str, Any], key: str, zero: dict[str, Any], why: str =
 KEYS = {"group_size": 1, "overlap_updates": True, "outer_optimizer": {}, "parameter_cache_bytes": 1}
 KEYS |= {"reduce": "ordered", "memory_gb": 1, "decision_file": "file", "micro_step_seconds": 1}
 STRATEGY = alone(
-    (
-        {"paro_strategy": "NGI"},
-        "one of N-N-N, .*G-G-G .*got 'NGI'. N-G-I is not a strategy.*os = I is coarser than g = G",
-    ),
+    ({"paro_strategy": "NGI"}, "N-N-N, .*G-G-G .*got 'NGI'. N-G-I is not a strategy.*os = I is coarser than g = G"),
     ({"paro_strategy": "fast"}, "one of N-N-N, .*G-G-G .*, or fastest, got 'fast'"),
     ({"paro_strategy": "N-IG"}, "one of N-N-N, .*, or fastest, got 'N-IG'.$"),
     ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'N-I-G'\\?"),
@@ -74,7 +71,7 @@ STRATEGY = alone(
     ),
     (
         {"stage3_leaf_bytes": 1},
-        "stage3_leaf_bytes needs zero_optimization.stage 3, or a paro_strategy with p = I or G",
+        "stage3_leaf_bytes needs .*stage 3, or a paro_strategy with p = I or G, got stage None",
     ),
     ({"paro_strategy": "NIG", "paro_group_size": 0}, "integer of at least 1 .*got 0 of type int"),
     ({"paro_strategy": "NIG", "paro_group_size": True}, "got True of type bool"),
@@ -84,23 +81,14 @@ STRATEGY = alone(
         for value in (-1, False, 9.0, None)
     ),
     ({"paro_strategy": "NIG", "paro_overlap_updates": 1}, "paro_overlap_updates must be true or false, got 1 of type"),
-    (
-        {"paro_strategy": "NIG", "paro_reduce": True},
-        'must be "backend", "ordered" or "ordered_everywhere", got True of',
-    ),
-    (
-        {"paro_strategy": "NIG", "stage": 3},
-        "N-I-G places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2",
-    ),
+    ({"paro_strategy": "NIG", "paro_reduce": True}, 'be "backend", "ordered" or "ordered_everywhere", got True of'),
+    ({"paro_strategy": "NIG", "stage": 3}, "N-I-G places p = N, g = I, which is stage 2, got stage 3. Set .*to 2"),
     ({"paro_strategy": "IIG", "stage": 2}, "I-I-G places p = I, g = I, which is stage 3, got stage 2. Set .*to 3"),
     (
         {"paro_stratgy": "NIG"},
         "no key 'paro_stratgy': .*paro_strategy, paro_group_size, .*zeropp_loco_param. Did you mean 'paro_strategy'",
     ),
-    (
-        {"paro_strategy": "NIG", "paro_memory_gb": 4},
-        "paro_memory_gb is for paro_strategy fastest, got .* N-I-G\\. Remove",
-    ),
+    ({"paro_strategy": "NIG", "paro_memory_gb": 4}, "paro_memory_gb is for paro_strategy fastest, .*N-I-G. Remove"),
     ({"paro_strategy": "NIG", "paro_decision_file": "f"}, "paro_decision_file is for paro_strategy fastest"),
     (FASTEST | {"paro_memory_gb": 0}, "number above 0 .*got 0 of type int"),
     (FASTEST | {"paro_memory_gb": True}, "got True of type bool"),
@@ -199,9 +187,7 @@ OTHER_PACKAGES: list[Row] = [
         for kind in ("fp16", "bf16")
     ),
     in_zero(NIG, "paro_quantized_updates.bits", WITHOUT_LOSS, '"exact" needs .* of 16 bits'),
-    in_zero(
-        III, "paro_quantized_updates.bits", WITHOUT_LOSS, '"exact" applies .* sends sums of', bf16={"enabled": True}
-    ),
+    in_zero(III, "paro_quantized_updates.bits", WITHOUT_LOSS, '"exact" applies .* sends sums', bf16={"enabled": True}),
     beside(IIG, "torch_autocast.enabled", UPDATES, ".*must stay equal", torch_autocast={"enabled": True}),
     in_zero(III, "pipeline_loading_checkpoint", {"pipeline_loading_checkpoint": True}),
     beside(III, "checkpoint.use_node_local_storage", {}, checkpoint={"use_node_local_storage": True}),
@@ -237,11 +223,7 @@ MICS: list[Row] = [
 LOCO_KEYS = "err_beta, reset_T, bits, block_size, error_bits, error_feedback, hadamard"
 LOCO: list[Row] = [
     *(
-        (
-            {"stage": 2, "zeropp_loco_param": {key: bad}},
-            {},
-            rf"zeropp_loco_param\.{key} must be {wanted}, got {bad!r} of",
-        )
+        ({"stage": 2, "zeropp_loco_param": {key: bad}}, {}, rf"loco_param\.{key} must be {wanted}, got {bad!r} of")
         for key, wanted, values in (
             ("bits", "4 or 8", (5, True)),
             ("block_size", r"a power of two from 32 to 4096 \(elements\)", (16, 48, 8192, "auto")),
@@ -255,10 +237,7 @@ LOCO: list[Row] = [
     ),
     *alone(
         ({"stage": 2, "zeropp_loco_param": None}, f"must be a dictionary of {LOCO_KEYS} .each may be left out"),
-        (
-            {"stage": 2, "zeropp_loco_param": {"bit": 4}},
-            f"has no key 'bit': its keys are {LOCO_KEYS}. Did you mean 'bits'",
-        ),
+        ({"stage": 2, "zeropp_loco_param": {"bit": 4}}, f"has no key 'bit': its keys are {LOCO_KEYS}.* mean 'bits'"),
         ({"zeropp_loco_param": {}}, "needs zero_optimization.stage 1, 2 or 3, or .*paro_strategy, got stage None"),
         (
             {"stage": 3, "zeropp_loco_param": {}, "zero_quantized_gradients": False},
@@ -288,11 +267,7 @@ QUANTIZED_UPDATES: list[Row] = [
         for section, stage in (({}, None), ({"stage": 3}, 3))
     ),
     *(  # keys that imply GGG
-        (
-            UPDATES | {"stage": 3} | key,
-            {},
-            r"^zero_optimization.paro_quantized_updates cannot be combined with .*with p = G",
-        )
+        (UPDATES | {"stage": 3} | key, {}, r"^zero_.*quantized_updates cannot be combined with .*with p = G")
         for key in ({"zeropp_loco_param": {}}, {"stage3_leaf_bytes": True})
     ),
     (UPDATES | {"stage": 2, "zenflow": {}}, {}, "zenflow cannot be combined with .*paro_quantized_updates: ZenFlow"),
@@ -392,10 +367,8 @@ def make_engine(zero: dict[str, Any], extra: dict[str, Any]) -> None:
 
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; a key added on purpose is added here."""
-    ours = (
-        "strategy group_size overlap_updates reduce quantized_updates outer_optimizer parameter_cache_bytes memory_gb"
-    )
-    keys = [f"paro_{key}" for key in (*ours.split(), "decision_file", "micro_step_seconds", "report")]
+    ours = "strategy group_size overlap_updates reduce quantized_updates outer_optimizer parameter_cache_bytes"
+    keys = [f"paro_{key}" for key in (*ours.split(), "memory_gb", "decision_file", "micro_step_seconds", "report")]
     mics = ("mics_shard_size", "mics_hierarchical_params_gather")
     assert list(ParoConfig.model_fields) == [*keys, "stage3_leaf_bytes", *mics, "zeropp_loco_param"]
 

@@ -37,11 +37,9 @@ DEEP |= {"saves aside": "NIG IIG NNI III GGG", "saves aside, offload": "NIG IIG"
 DEEP |= {"in few bits": "NIG", "Muon, offload": "NIG III", "every micro-step": "NIG", "pipeline, offload": "NGG IIG"}
 
 
-@pytest.mark.parametrize("options, names", [*WATCHED.items(), *deep(*DEEP.items())])
-def test_host_waits_for_values_before_reading_them(
-    run_on_device: Any, tmp_path: Path, options: str, names: str
-) -> None:
-    for missing_waits in run_on_device(cases.watched, options, names.split(), str(tmp_path)):
+@pytest.mark.parametrize("kind, names", [*WATCHED.items(), *deep(*DEEP.items())])
+def test_host_waits_for_values_before_reading_them(run_on_device: Any, tmp_path: Path, kind: str, names: str) -> None:
+    for missing_waits in run_on_device(cases.watched, kind, names.split(), str(tmp_path)):
         assert missing_waits == {name: [] for name in names.split()}
 
 

@@ -18,10 +18,8 @@ def test_values_of_two_options_meet_in_the_first_tier(kind: str) -> None:
         run = [name for of, name, names in parity_table.cases("first") if of == kind and strategy in names]
         missing[strategy] = set(table.missing([parity_table.named_row(kind, name) for name in run], strategy))
     for values in set().union(*missing.values()):
-        excluded = [
-            exclusion for exclusion in table.excluded if exclusion.strategies and exclusion.found(dict(values))
-        ]
-        possible = [name for name in missing if not any(name in exclusion.strategies for exclusion in excluded)]
+        excluded = [one for one in table.excluded if one.strategies and one.found(dict(values))]
+        possible = [name for name in missing if not any(name in one.strategies for one in excluded)]
         assert any(values not in missing[name] for name in possible), values
 
 

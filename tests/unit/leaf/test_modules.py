@@ -34,16 +34,14 @@ HOOKS = 252  # on all of its modules
 INSIDE = {"Stem": 2, "Layer": 27, "Mixer": 3, "MixtureOfExperts": 22, "Expert": 4}  # modules in one of each
 
 
-def chosen(
-    name: str, budget: int | None, threshold: int = 0, most_live: int = LIVE, change: str = ""
-) -> dict[str, Any]:
+def chosen(name: str, budget: int | None, threshold: int = 0, most: int = LIVE, change: str = "") -> dict[str, Any]:
     """Return for each kind the names of modules, the hooks before and after, and the report."""
     model = getattr(mixtures, name)((13, 7))
     if change == "set":
         set_z3_leaf_modules(model, [mixtures.MixtureOfExperts])
     if change == "unset":
         unset_z3_leaf_modules(model, [mixtures.Layer])
-    settings = Settings(budget, threshold, most_live)
+    settings = Settings(budget, threshold, most)
     choices = choose(model, settings)
     kinds: dict[str, list[str]] = {}
     for choice in choices:
@@ -144,9 +142,7 @@ def test_max_live_parameters_caps_units() -> None:
         (12 * 200, [], []),
     ],
 )
-def test_budget_chooses_layers_then_mixtures_then_chunks(
-    budget: int, classes: list[str], chunks: list[list[int]]
-) -> None:
+def test_budget_chooses_layers_then_mixtures_then_chunks(budget: int, classes: list[str], chunks: Any) -> None:
     result = chosen("Mixtures", budget)
     assert (result["classes"], result["chunks"]) == (classes, chunks)
 
@@ -221,10 +217,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stage": 3, "stage3_leaf_bytes": -1}, "stage3_leaf_bytes must be a number of bytes .*got -1 of type int"),
     ({"stage": 3, "stage3_leaf_bytes": "auto"}, "or true for the budget .*got 'auto' of type str"),
     ({"stage": 2, "stage3_leaf_bytes": 10**9}, "stage3_leaf_bytes needs zero_optimization.stage 3.*got stage 2"),
-    (
-        {"stage3_leaf_bytes": True},
-        "needs zero_optimization.stage 3, or a paro_strategy with p = I or G, got stage None",
-    ),
     ({"paro_strategy": "NIG", "stage3_leaf_bytes": 10**9}, "needs sharded parameters, but paro_strategy is N-I-G"),
     (
         {"stage": 3, "stage3_leaf_bytes": 5, "stage3_module_granularity_threshold": 7},
@@ -321,9 +313,7 @@ def command_case(folder: str, command: list[str]) -> str:
 )
 def test_prediction_of_live_parameters(live: tuple[int, int, int, int], expected: int) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    choices = [
-        modules.ModuleChoice(str(n), module, 20, None, 80, modules.LeafKind.FINE) for n, module in enumerate(model)
-    ]
+    choices = [modules.ModuleChoice(str(n), module, 20, None, 80, LeafKind.FINE) for n, module in enumerate(model)]
     assert predicted_live(choices, model, LiveLimits(*live)) == expected
 
 

@@ -51,11 +51,6 @@ def make_model(name: str, implementation: str = "eager") -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
 
 
-def two_experts(name: str) -> int:
-    """Return the budget for two of a model's experts."""
-    return 2 * max(expert_bytes(module) for module in make_model(name).modules())
-
-
 def train(
     name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
@@ -87,11 +82,6 @@ def off(run: tuple[list[float], Any, Any], expected: tuple[list[float], Any, Any
     return losses, ((run[1] - expected[1]).abs().max() / expected[1].abs().max()).item()
 
 
-def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
-    """Return the windows of each module that has windows."""
-    return [windowed.windows for windowed in windowed_modules(engine.module)]
-
-
 @pytest.mark.quick
 def test_recomputed_windows_need_the_gradients_of_their_inputs() -> None:
     """A frozen router gives weights that need none."""
@@ -114,10 +104,11 @@ def test_every_architecture_and_implementation(ranks: Any, name: str, implementa
 def architecture_case(name: str, implementations: Sequence[str]) -> list[tuple[str, float, float, Any]]:
     """Return the distance to stock and the windows, with a budget for two experts."""
     stock = train(name, {"stage": 3})
+    two_experts = 2 * max(expert_bytes(module) for module in make_model(name).modules())
+    keys = {"stage": 3, "stage3_leaf_bytes": max(two_experts, least(name))}
     rows = []
     for implementation in implementations:
-        keys = {"stage": 3, "stage3_leaf_bytes": max(two_experts(name), least(name))}
-        run = train(name, keys, implementation=implementation, look=windows_in)
+        run = train(name, keys, implementation, lambda engine: [m.windows for m in windowed_modules(engine.module)])
         rows.append((implementation, *off(run, stock), run[2]))
     return rows
 
@@ -133,9 +124,8 @@ OVERLAP = {"overlap_comm": True, "reduce_bucket_size": 10_000}
 def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], size: int = 2) -> list[Any]:
     """Compare strategies with stock that has the mixture as a leaf module."""
     variants = [training.placed(name, size, **WINDOWS) for name in names]
-    return training.against(
-        job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more}), variants, BY_HAND
-    )
+    job = job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more})
+    return training.against(job, variants, BY_HAND)
 
 
 @pytest.mark.quick

@@ -205,9 +205,7 @@ def test_errors_on_gradient_device_are_not_copied() -> None:
         ({"device": "cpu", "pin_memory": False}, ("cpu", False)),
     ],
 )
-def test_errors_are_on_the_device_of_the_optimizer(
-    offload: dict[str, Any] | None, expected: tuple[str | None, bool]
-) -> None:
+def test_errors_are_on_the_device_of_the_optimizer(offload: dict[str, Any] | None, expected: tuple[Any, bool]) -> None:
     section = None if offload is None else SimpleNamespace(**offload)
     engine = SimpleNamespace(_config=SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=section)))
     assert setup._error_device(engine) == expected

@@ -81,7 +81,7 @@ def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool],
     rows = []
     for name in names:
         engine, _ = training.make_engine(job, training.placed(name, **LOCO))
-        data, errors_after_steps, applied, scales = training.batches(job), [], [], []
+        data, kept, applied, scales = training.batches(job), [], [], []
         for number in range(6):
             training.micro_step(engine, job, number, *next(data))
             engine.step()
@@ -90,11 +90,9 @@ def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool],
                 scales.append(float(engine.optimizer.loss_scale))
                 memory = engine.optimizer.error_state
                 assert all(error.updated is None for error in memory._errors.values())
-                errors_after_steps.append(
-                    [e.committed.clone() for e in memory._errors.values() if e.committed is not None]
-                )
-        restored = all(torch.equal(a, b) for a, b in zip(errors_after_steps[0], errors_after_steps[1], strict=True))
-        moved = any(not torch.equal(a, b) for a, b in zip(errors_after_steps[1], errors_after_steps[2], strict=True))
+                kept.append([e.committed.clone() for e in memory._errors.values() if e.committed is not None])
+        restored = all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
+        moved = any(not torch.equal(a, b) for a, b in zip(kept[1], kept[2], strict=True))
         rows.append((name, applied, restored, memory.steps, moved, scales))
         engine.destroy()
     return rows
@@ -118,9 +116,7 @@ def dropped_case() -> bool:
         restored = restored and any(error.updated is not None for error in memory._errors.values())
         engine.optimizer.zero_grad()
         after = [error.committed for error in memory._errors.values()]
-        restored = (
-            restored and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and memory.steps == 1
-        )
+        restored &= memory.steps == 1 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         engine.destroy()
     return restored
 

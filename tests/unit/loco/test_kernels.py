@@ -146,7 +146,6 @@ def parameters(rows: int, width: int, dtype: torch.dtype, step: float = 1e-3) ->
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 def test_differences_match_reference_bits(dtype: torch.dtype, bits: int, block: int) -> None:
-    assert ops.has_kernels("CPU"), "conftest.py has built them"
     torch.manual_seed(0)
     packing = Packing(bits, block)
     for width in (1, 31, 129, 4100):
@@ -169,7 +168,6 @@ def test_differences_match_reference_bits(dtype: torch.dtype, bits: int, block: 
 
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 def test_sums_of_parts_match_reference_bits(dtype: torch.dtype) -> None:
-    assert ops.has_kernels("CPU"), "conftest.py has built them"
     torch.manual_seed(0)
     for count, width in itertools.product((1, 2, 3, 8, 64), (1, 15, 16, 1023, 1024, 5000)):
         parts = torch.randn(count, width + 3).to(dtype)[:, 1 : 1 + width]

@@ -173,10 +173,9 @@ def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
     for name in names:
         with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
             ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
-        other = training.train(job, training.placed(name))
-        equal = torch.equal(ours.weights, other.weights) and ours._replace(weights=None) == other._replace(
-            weights=None
-        )
+        plain = training.train(job, training.placed(name))
+        rest = [run._replace(weights=None) for run in (ours, plain)]
+        equal = torch.equal(ours.weights, plain.weights) and rest[0] == rest[1]
         rows[name] = equal, pack.call_count
     return rows
 

@@ -207,12 +207,8 @@ def alone_case() -> tuple[dict[str, Any], bool]:
 
 
 def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
-    gradients = (
-        "loco_param: gradients are reduced between 2 groups in 4 bits, blocks of 128, with error feedback in 8 bits"
-    )
-    updates = (
-        "updated parameters are sent as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps they"
-    )
+    gradients = "loco_param: gradients are reduced between 2 groups in 4 bits, blocks of 128, with error feedback in 8"
+    updates = "updated parameters are sent as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps"
     sums = "gradient sums are gathered between 2 groups in 4 bits, blocks of 32; every 1024 steps their quantization"
     nothing = tuple(f"{key}: there is one group, so nothing is sent" for key in ("loco_param", "quantized_updates"))
     for rank, lines_by_run in enumerate(ranks(4).run(lines_case)):
@@ -223,13 +219,13 @@ def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
 
 def lines_case() -> list[list[str]]:
     """Return log lines about LoCo and updates, with two groups and with one."""
-    lines_by_run = []
+    said = []
     keys: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
     for name, size in (("IIG", 2), ("III", 2), ("NIG", 4)):
         with logged() as lines:
             training.train(training.Job(steps=1), training.placed(name, size, **keys))
-        lines_by_run.append([text for _, text in lines if is_ours(text) and re.search("loco_param:|updates:", text)])
-    return lines_by_run
+        said.append([text for _, text in lines if is_ours(text) and re.search("loco_param:|updates:", text)])
+    return said
 
 
 def test_monitor_comms_logger_and_timers(ranks: Any, tmp_path: Path) -> None:

@@ -154,15 +154,11 @@ def test_a_step_waits_for_copies_that_it_cannot_hide() -> None:
 def test_the_interval_is_in_whole_steps() -> None:
     prediction = of("NIG").saves
     step = of("NIG").total_seconds
-    for kind_schedule in (prediction.synchronous, prediction.asynchronous):
-        expected = daly(kind_schedule.held, SAVES.mtbf)
-        assert (
-            kind_schedule.steps == round(expected / step) > 5 and kind_schedule.seconds == kind_schedule.steps * step
-        )
-        assert kind_schedule.young_seconds == young(kind_schedule.held, SAVES.mtbf)
-        assert kind_schedule.lost == share_lost(
-            kind_schedule.seconds, kind_schedule.held, kind_schedule.lasts, SAVES.mtbf, 120.0
-        )
+    for one in (prediction.synchronous, prediction.asynchronous):
+        expected = daly(one.held, SAVES.mtbf)
+        assert one.steps == round(expected / step) > 5 and one.seconds == one.steps * step
+        assert one.young_seconds == young(one.held, SAVES.mtbf)
+        assert one.lost == share_lost(one.seconds, one.held, one.lasts, SAVES.mtbf, 120.0)
     slow = of("NIG", saves=replace(SAVES, disk=2e6)).saves  # 2800 s a save
     assert slow.asynchronous.steps == math.ceil((slow.asynchronous.lasts - slow.asynchronous.held) / step)
     rare = of("NIG", replace(MODEL, compute=1e6)).saves

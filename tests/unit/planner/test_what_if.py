@@ -40,12 +40,8 @@ def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:
     assert [replace(training, step=step).unexplained_seconds for step in steps] == [0.0, pytest.approx(0.01)]
     (other,) = (row for row in predicted.rows if row.prediction.name == "NNN")
     assert other.prediction.seconds["update"] == pytest.approx(4 * 0.03)  # of all states, rather than of a quarter
-    exact = predict(
-        STRATEGIES["NIG"],
-        training.planner_input.cluster.sizes,
-        training.planner_input.model,
-        training.planner_input.rates,
-    )
+    given = training.planner_input
+    exact = predict(STRATEGIES["NIG"], given.cluster.sizes, given.model, given.rates)
     assert parts["between"] == exact.seconds["between"]
 
 
@@ -58,15 +54,13 @@ def test_ordered_sums_have_no_rows_with_loco() -> None:
 
 def test_links_are_those_given_and_else_the_probed_ones() -> None:
     training = recorded()
-    was = training.planner_input.cluster
-    slower = training.predict("NIG", replace(was, inter_gbps=0.1), training.planner_input.model)
-    before = training.predict("NIG", was, training.planner_input.model)
+    was, model = training.planner_input.cluster, training.planner_input.model
+    slower = training.predict("NIG", replace(was, inter_gbps=0.1), model)
+    before = training.predict("NIG", was, model)
     assert slower.busy["between"] == pytest.approx(5 * before.busy["between"])
     assert slower.busy["within"] == pytest.approx(before.busy["within"])
     # Eight ranks on two nodes: four flows share what two did.
-    wider = training.predict(
-        "NIG", replace(was, sizes=GroupSizes(8, 4), ranks_per_node=4), training.planner_input.model
-    )
+    wider = training.predict("NIG", replace(was, sizes=GroupSizes(8, 4), ranks_per_node=4), model)
     assert wider.volume.inter == before.volume.inter / 2 and wider.busy["between"] == before.busy["between"]
 
 
@@ -76,9 +70,8 @@ def test_plain_stages_send_as_many_rings_as_were_probed(nodes: int) -> None:
     cluster = replace(training.planner_input.cluster, sizes=GroupSizes(2 * nodes, 2), inter_gbps=0.1)
     predicted = training.predict("ZeRO-3", cluster, training.planner_input.model)
     ring = BYTES * (2 * nodes - 1) / (2 * nodes) / (0.1e9 / 8)
-    assert predicted.busy["between"] == pytest.approx(
-        4 * (2 * 1 + 2) * ring
-    )  # two gathers, and a reduction of two rings
+    # Two gathers, and a reduction of two rings.
+    assert predicted.busy["between"] == pytest.approx(4 * (2 * 1 + 2) * ring)
 
 
 def test_latencies_grow_as_those_of_rings() -> None:

@@ -54,10 +54,9 @@ def test_each_span_is_an_event_with_its_figures() -> None:
             times = (round(time, 2) for time in (e["ts"], e["ts"] + e["dur"]))
             spans.append((pid, lane, *times, e["name"], e["cat"], e["args"].get("bytes"), e["args"].get("module")))
     for pid, timeline in enumerate(report["timelines"], 1):
-        for name, (begin, end, *rest) in (
-            (lane["lane"], span) for lane in timeline["lanes"] for span in lane["spans"]
-        ):
-            expected.append((pid, name, round(begin * 1e6, 2), round(end * 1e6, 2), *rest))
+        for lane in timeline["lanes"]:
+            for begin, end, *rest in lane["spans"]:
+                expected.append((pid, lane["lane"], round(begin * 1e6, 2), round(end * 1e6, 2), *rest))
     assert sorted(spans, key=repr) == sorted(expected, key=repr)
 
 
@@ -156,17 +155,15 @@ def test_the_page_carries_the_report_and_loads_nothing(name: str) -> None:
     assert not set(data) & set("<>&")  # whatever a parser would make of them
     assert parsed.texts["h1"] == [report["training"]["called"]]
     assert report["paragraph"] in parsed.texts["p"]
-    loads = [value for _, tag_attributes in parsed.tags for name, value in tag_attributes.items() if name in LOADS]
+    loads = [value for _, given in parsed.tags for name, value in given.items() if name in LOADS]
     assert loads == ["data:,"]  # the icon, which browsers ask a server for otherwise
     assert not re.search(r"https?://|@import|url\(", style + script)
-    policy = next(
-        tag_attributes["content"] or "" for _, tag_attributes in parsed.tags if "http-equiv" in tag_attributes
-    )
+    policy = next(given["content"] or "" for _, given in parsed.tags if "http-equiv" in given)
     assert "default-src 'none'" in policy
     for kind, text in (("style-src", style), ("script-src", script)):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}';" in policy
-    attributes = {name for _, tag_attributes in parsed.tags for name in tag_attributes}
+    attributes = {name for _, given in parsed.tags for name in given}
     assert not [name for name in attributes if name == "style" or name.startswith("on")]
 
 

@@ -102,9 +102,8 @@ def test_late_gradients_raise_or_resend_their_bucket() -> None:
         assert boundary.pop_remaining() == boundary.buckets_to_resend(lambda late: late) == []
         boundary.learn_usage(lambda used: used)
         assert boundary.mark_ready("ab") == ["a", "b"]
-    assert always.mark_ready("a") == always.pop_remaining() == [] and always.buckets_to_resend(lambda late: late) == [
-        "a"
-    ]
+    assert always.mark_ready("a") == always.pop_remaining() == []
+    assert always.buckets_to_resend(lambda late: late) == ["a"]
     with pytest.raises(RuntimeError, match=r"a got another gradient"):
         first.mark_ready("a")
     assert first.pop_remaining() == first.buckets_to_resend(lambda late: pytest.fail("nothing is sent again")) == []

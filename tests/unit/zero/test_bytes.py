@@ -28,10 +28,8 @@ MATRICES, SIDE = 6, 300  # of equal number and size, so that owners have equal w
 MUON = {"sizes": (SIDE,) * (MATRICES + 1), "optimizer": "Muon"}
 LARGER_BUCKETS = {"reduce_bucket_size": 800_000, "allgather_bucket_size": 800_000}
 WIDTH = 4  # bytes of an element
-RELATIVE, ABSOLUTE = (
-    0.01,
-    1000,
-)  # relative to the expected bytes; bytes if none are expected (barriers, norms, ZeRO-3's compared records)
+# Relative to the expected bytes; bytes if none are expected (barriers, norms, ZeRO-3's compared records).
+RELATIVE, ABSOLUTE = 0.01, 1000
 # The formula gathers each parameter twice in a micro-step. DeepSpeed gathers it less often if it keeps it from one use
 # to the next: because it is small, prefetched, or soon used again, as the last layer, with which backward begins. With
 # these keys it releases each when the module that owns it has run.
@@ -153,12 +151,9 @@ def test_muon_exchanges_parts_of_matrices_once_a_step(
     cluster, matrices = GroupSizes(world, group), MATRICES * SIDE**2 * WIDTH
     between = 2 * (world - group) / world**2 * matrices  # 2 b M / k
     for strategy in map(STRATEGIES.__getitem__, names):
-        assert strategy.exchange(cluster, matrices).inter == pytest.approx(
-            between if strategy.os == Placement.G else 0
-        )
-    check(
-        rows, cluster, states_of(params), accumulation, exchange=lambda strategy: strategy.exchange(cluster, matrices)
-    )
+        expected = between if strategy.os == Placement.G else 0
+        assert strategy.exchange(cluster, matrices).inter == pytest.approx(expected)
+    check(rows, cluster, states_of(params), accumulation, exchange=lambda row: row.exchange(cluster, matrices))
 
 
 def test_without_stripes_only_divided_matrices_are_exchanged(ranks: Any) -> None:

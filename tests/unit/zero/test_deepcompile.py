@@ -27,16 +27,13 @@ CASES = [("autotp", ("NIG",)), *deep(("autosp", ("NNI",)), ("autotp", ("NGG",)),
 
 @pytest.mark.parametrize("compiled, names", CASES)
 def test_passes_that_reduce_no_gradients_match_stock(ranks: Any, compiled: str, names: tuple[str, ...]) -> None:
-    operators = {
-        "autotp": {"autotp.copy_to_tp_region", "autotp.reduce_from_tp_region"},
-        "autosp": {"autosp.all_to_all"},
-    }
+    needed = {"autotp": {"autotp.copy_to_tp_region", "autotp.reduce_from_tp_region"}, "autosp": {"autosp.all_to_all"}}
     try:
         by_rank = ranks(4).run(compiled_case, compiled, names)
     finally:
         ranks.close()  # it changes torch's compiler permanently, so a later compilation would fail
     for stock, *ours in by_rank:
-        assert stock.active and stock.operators == operators[compiled] and len(set(stock.losses)) > 1, stock
+        assert stock.active and stock.operators == needed[compiled] and len(set(stock.losses)) > 1, stock
         for run in ours:
             assert run.active and run.operators == stock.operators, run
             assert run.losses == pytest.approx(stock.losses, abs=1e-6) and run.apart < 1e-5, (run, stock)
@@ -78,10 +75,8 @@ def train(name: str, compiled: str, zero: dict[str, Any]) -> tuple[Run, Any]:
     if compiled == "autotp":
         specs = {"up": "column", "down": "row", "query": "skip", "embedding": "skip"}
         layers = [{"patterns": [rf".*{key}\.weight$"], "partition_type": kind} for key, kind in specs.items()]
-        config["tensor_parallel"] = {
-            "autotp_size": 2,
-            "partition_config": {"use_default_specs": False, "layer_specs": layers},
-        }
+        plan = {"use_default_specs": False, "layer_specs": layers}
+        config["tensor_parallel"] = {"autotp_size": 2, "partition_config": plan}
     else:
         config["sequence_parallel_size"] = 2
     torch.manual_seed(7)
@@ -100,9 +95,7 @@ def train(name: str, compiled: str, zero: dict[str, Any]) -> tuple[Run, Any]:
     active, weights = engine.is_deepcompile_active(), training.whole_weights(model)
     engine.destroy()
     called = {str(node.target).removesuffix(".default") for graph in graphs for node in graph.graph.nodes}
-    return Run(
-        name, active, {pass_name for pass_name in called if pass_name.startswith(compiled)}, losses, 0.0
-    ), weights
+    return Run(name, active, {op for op in called if op.startswith(compiled)}, losses, 0.0), weights
 
 
 def make_model() -> Any:
@@ -121,9 +114,7 @@ def make_model() -> Any:
 
         def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             x = self.embedding(tokens)
-            q, k, v = (
-                part.view(part.shape[0], part.shape[1], 2, 6).transpose(1, 2) for part in self.query(x).chunk(3, -1)
-            )
+            q, k, v = (p.view(p.shape[0], p.shape[1], 2, 6).transpose(1, 2) for p in self.query(x).chunk(3, -1))
             attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
             x = attended + self.down(torch.tanh(self.up(attended)))
             return ((x - self.embedding(labels)) ** 2).mean()

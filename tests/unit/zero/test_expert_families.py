@@ -11,17 +11,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
 
-from tests.harness import experts, networks, snapshots, training
-from tests.harness.expert_cases import (
-    PLAIN,
-    SIZES,
-    autoep_case,
-    few_bits_case,
-    folded_case,
-    muon_case,
-    resume_case,
-    routed_case,
-)
+from tests.harness import expert_cases, experts, networks, snapshots, training
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference, Job, check
 
@@ -32,7 +22,7 @@ ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 
 def run(ranks: Any, ep: int, job: dict[str, Any], world: int = 4, group: int = 2, **kwargs: Any) -> list[Difference]:
     """Return the rows of rank 0; all ranks must have the same results for replicas."""
-    rows = ranks(world).run(routed_case, ep, job, group, **kwargs)
+    rows = ranks(world).run(expert_cases.routed_case, ep, job, group, **kwargs)
     assert all(row.replicas_equal for of in rows for row in of)
     return [max(of, key=lambda row: row.weights) for of in zip(*rows, strict=True)]
 
@@ -98,7 +88,7 @@ def test_parity_of_experts_of_autoep(
     ranks: Any, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any], bounds: dict[str, float]
 ) -> None:
     stage = 2 if names[0][0] == "N" else 3
-    for rows in ranks(4).run(autoep_case, ep, job, group, strategies=names, stage=stage):
+    for rows in ranks(4).run(expert_cases.autoep_case, ep, job, group, strategies=names, stage=stage):
         check(rows, **bounds)
 
 
@@ -111,7 +101,7 @@ def test_parity_of_experts_folded_into_tensor_parallelism(
     ranks: Any, ep: int, world: int, group: int, accumulation: int, names: tuple[str, ...]
 ) -> None:
     # Clipped as stock stage 3 does; the norms of its stages 1 and 2 lack experts of all tensor-parallel ranks but one.
-    for rows in ranks(world).run(folded_case, ep, group, accumulation, names):
+    for rows in ranks(world).run(expert_cases.folded_case, ep, group, accumulation, names):
         check(rows)
 
 
@@ -124,7 +114,7 @@ def test_quantization_errors_of_families_are_separate(
     ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]
 ) -> None:
     """Eight bits are close to exact, and each family has its own four bits."""
-    for rows in ranks(4).run(few_bits_case, kind, names):
+    for rows in ranks(4).run(expert_cases.few_bits_case, kind, names):
         for row in rows:
             assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
 
@@ -151,7 +141,7 @@ def frozen_load_case(folder: str) -> tuple[list[str], str]:
             for name, param in self.named_parameters():
                 param.requires_grad_(".experts." not in name or name.endswith("1.mlp.experts.down_proj"))
 
-    job = Job(sizes=SIZES, network=Network, config=experts.autoep(2))
+    job = Job(sizes=expert_cases.SIZES, network=Network, config=experts.autoep(2))
     engine, model = training.make_engine(job, training.placed("NIG"))
     engine.save_checkpoint(folder)
     saved = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -174,7 +164,7 @@ def frozen_case(frozen: str) -> list[Difference]:
                 expert = ".experts." in name or is_moe_param(param)
                 param.requires_grad_(expert == (frozen == "others"))
 
-    job = Job(sizes=SIZES, network=Network, zero=PLAIN, config=experts.autoep(2))
+    job = Job(sizes=expert_cases.SIZES, network=Network, zero=expert_cases.PLAIN, config=experts.autoep(2))
     return training.compare(job, 2, ("ING", "IGG", "NIG"), stage=3)
 
 
@@ -209,7 +199,7 @@ def test_muon_of_autoep_matches_stock(
     ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]
 ) -> None:
     """Packed experts are compared with DeepSpeed's stage 3."""
-    for rows in ranks(world).run(muon_case, ep, job, group, names):
+    for rows in ranks(world).run(expert_cases.muon_case, ep, job, group, names):
         check(rows, **MUON)
 
 
@@ -229,8 +219,8 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     """Return whether training continues equally from its own and from the other's checkpoint, and errors of bad
     loads."""
     equal = {}
-    routed = Job(sizes=SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
-    mixtral = Job(sizes=SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))
+    routed = Job(sizes=expert_cases.SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
+    mixtral = Job(sizes=expert_cases.SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))
     for job, *names in (
         (replace(routed, optimizer="Muon", groups=2), "2", "NIG"),  # momentum of whole matrices
         (routed, "2", "NIG", "2"),
@@ -256,9 +246,11 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
         engine.destroy()
         return error
 
-    universal = Job(sizes=SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}})
+    universal = Job(
+        sizes=expert_cases.SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}}
+    )
     Path(folder, "NIG", "universal", "zero").mkdir(parents=True, exist_ok=True)
-    wider = Job(sizes=SIZES, network=type("", (networks.RoutedOverTwo,), {"more": 3}), optimizer="Adam")
+    wider = Job(sizes=expert_cases.SIZES, network=type("", (networks.RoutedOverTwo,), {"more": 3}), optimizer="Adam")
     refused = [refusal(universal, "NIG", tag="universal"), refusal(routed, "NII"), refusal(wider, "NIG")]
     refused += [refusal(universal, "NII"), refusal(routed, "NIG", "IIG")]
     if dist.get_rank() == 0:
@@ -280,5 +272,5 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
 def test_a_resumed_run_matches_an_uninterrupted_run(
     ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool, optimizer: str, names: tuple[str, ...]
 ) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind, optimizer, names):
+    for rows in ranks(4).run(expert_cases.resume_case, str(tmp_path), ep, compressed, kind, optimizer, names):
         assert rows == [(name, {}, {}) for name in names]

@@ -3,6 +3,7 @@
 """LoRA under activation checkpointing: the number of frozen parameters gathered at once, and parity with stock."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -124,14 +125,7 @@ def checkpointed_case(
     "use_reentrant, network, zero_init, names",
     [
         (False, CheckpointedInside, None, ("IIG",)),
-        *deep(
-            *(
-                (use_reentrant, network, zero_init, (*PARTITIONED, HOST))
-                for use_reentrant in (True, False)
-                for network in (Checkpointed, CheckpointedInside)
-                for zero_init in (None, "config")
-            )
-        ),
+        *deep(*product((True, False), (Checkpointed, CheckpointedInside), (None, "config"), [(*PARTITIONED, HOST)])),
     ],
     ids=by_strategies,
 )

@@ -246,11 +246,7 @@ def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, 
         growth = bytes_in_use() - before
         read = {master.grad.data_ptr() for master in optimizer.single_partition_of_fp32_groups}
         gradients = optimizer.accumulated_grads_in_cpu.values()
-        shares = [
-            gradient.numel()
-            for gradient in gradients
-            if gradient.any() and gradient.untyped_storage().data_ptr() in read
-        ]
+        shares = [part.numel() for part in gradients if part.any() and part.untyped_storage().data_ptr() in read]
         rows.append((name, growth, sum(p.numel() for p in engine.module.parameters()), shares))
         engine.destroy()
     return rows[1:]

@@ -53,9 +53,8 @@ class Twin:
         """Return this rank's loss, and the mean of all ranks' gradients for their part of a step, in fp64."""
         self._model.zero_grad()
         loss = ((self._model(x) - y) ** 2).float().mean()
-        (
-            loss / accumulation
-        ).backward()  # the engine divides in the same way: bf16 cannot represent a third, so this adds no rounding
+        # The engine divides in the same way: bf16 cannot represent a third, so this adds no rounding.
+        (loss / accumulation).backward()
         total = flat(p.grad for p in self._weights if p.grad is not None)
         dist.all_reduce(total)
         return loss.item(), total / dist.get_world_size()

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model states between steps: read and set by DeepSpeed's tools, offloaded and reloaded, and incomplete."""
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -13,12 +14,6 @@ from deepspeed import utils
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
-from deepspeed.utils import (
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.strategy import hyphenate
@@ -41,7 +36,7 @@ def another_size_case() -> list[str]:
     messages = []
     for zero in ({"stage": 3}, placed("IIG")):
         engine, model = training.make_engine(training.Job(), zero)
-        messages.append(error_of(safe_set_full_fp32_param, model.layers[0].weight, torch.zeros(3)))
+        messages.append(error_of(utils.safe_set_full_fp32_param, model.layers[0].weight, torch.zeros(3)))
         engine.destroy()
     return messages
 
@@ -114,10 +109,8 @@ def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> l
 def optimizer_tensors(optimizer: Any) -> list[Any]:
     """Return the tensors with weights and states that the optimizer steps with, without step counts."""
     states = [tensor for state in optimizer.optimizer.state.values() for tensor in state.values()]
-    return [
-        *(tensor.data for tensor in optimizer.fp32_partitioned_groups_flat),
-        *(tensor for tensor in states if tensor.dim()),
-    ]
+    weights = [tensor.data for tensor in optimizer.fp32_partitioned_groups_flat]
+    return weights + [tensor for tensor in states if tensor.dim()]
 
 
 def test_stock_accessors_see_reloaded_states(ranks: Any) -> None:
@@ -148,9 +141,9 @@ def reloaded_case() -> dict[tuple[str, bool], tuple[bool, bool]]:
             states = [state["momentum_buffer"] for state in engine.optimizer.optimizer.state.values()]
             for state in states:
                 state.fill_(3.0)
-            read = all(bool((safe_get_full_optimizer_state(p, "momentum_buffer") == 3.0).all()) for p in used)
+            read = all(bool((utils.safe_get_full_optimizer_state(p, "momentum_buffer") == 3.0).all()) for p in used)
             for param in used:
-                safe_set_full_optimizer_state(param, torch.full_like(param, 5.0), "momentum_buffer")
+                utils.safe_set_full_optimizer_state(param, torch.full_like(param, 5.0), "momentum_buffer")
             results[name, include is None] = read, all(bool((state == 5.0).any()) for state in states)
         engine.destroy()
     return results
@@ -169,7 +162,7 @@ def stateless_case() -> list[str]:
 
     def ask(model: Any) -> None:
         with pytest.raises(ValueError, match="not found") as raised:
-            safe_get_full_optimizer_state(model.layers[0].weight, "momentum_buffer")
+            utils.safe_get_full_optimizer_state(model.layers[0].weight, "momentum_buffer")
         errors.append(str(raised.value))
 
     for name in ("2", "NIG"):
@@ -190,14 +183,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
     "names, dtype, zero",
     [
         pytest.param(("NNG", "NIG", "ING", "GGG"), "fp32", {}, marks=pytest.mark.quick),
-        *deep(
-            *(
-                (names, dtype, zero)
-                for names in (REPLICATED, PARTITIONED)
-                for dtype in ("fp32", "bf16")
-                for zero in ({}, OFFLOAD)
-            )
-        ),
+        *deep(*itertools.product((REPLICATED, PARTITIONED), ("fp32", "bf16"), ({}, OFFLOAD))),
     ],
 )
 def test_accessors_and_steps_read_the_values_that_were_set(
@@ -318,7 +304,7 @@ def unfinished_case() -> list[tuple[str, str | None, str | None]]:
         for number in range(2):
             training.micro_step(engine, job, number, *next(data))
             try:
-                safe_get_full_grad(model.layers[0].weight)
+                utils.safe_get_full_grad(model.layers[0].weight)
                 errors.append(None)
             except RuntimeError as error:
                 errors.append(str(error))

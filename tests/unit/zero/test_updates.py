@@ -329,13 +329,7 @@ WAITS: dict[str, tuple[Any, list[int], list[int], Any, list[int]]] = {
     "shared": (shared_gates, [0, 0, 0], [0, 0], None, [0, 0]),
     "called by another": (shared_part, [0, 0, 0, 0], [0, 0, 0], None, [0, 0, 0]),
     "called in training": (lambda: Projection(scaled=False), [0, 0], [0], nn.Module.eval, [0]),
-    "seldom called": (
-        lambda: Projection(scaled=True),
-        [1, 1],
-        [1, 1],
-        lambda model: setattr(model, "reads", True),
-        [1],
-    ),
+    "seldom": (lambda: Projection(scaled=True), [1, 1], [1, 1], lambda model: setattr(model, "reads", True), [1]),
 }
 
 
