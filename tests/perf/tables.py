@@ -133,6 +133,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "growth": growth,
     "host_time": host_time,
     "sum-errors": sum_errors.table,
+    "ordered": lambda: tabulated.measured([row for row in read("ordered_cluster.csv") if row.mbit == 100]),
     "network": network.table,
     "expected": predictions.expected,
     "pipelines": pipelines,
