@@ -137,7 +137,7 @@ def _error_device(engine: Engine) -> tuple[str | None, bool]:
 def log_ordered_sums(levels: Sequence[str], groups: int) -> None:
     """Log on rank 0 the reductions that sum in rank order."""
     message = f"gradients are summed in fp32 in rank order between {groups} groups"
-    within = "; sums within groups are in rank order, too" if "intra" in levels else ""
+    within = "; sums within groups are in rank order" if "intra" in levels else ""
     _log(f"{SECTION}.{REDUCE}", groups, message, within)
 
 

@@ -250,7 +250,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
         """Put a gradient into a bucket, and reduce the bucket once it is full."""
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
-        if not self.overlap_comm:  # then it is as early when the next gradient does not fit
+        if not self.overlap_comm:  # nothing is hidden by reducing it before a gradient does not fit
             return
         for dtype, bucket in self.ipg_buckets.items():  # one, in most models; naming the parameter's takes longer
             if bucket.elements > self.micro_steps.full_threshold:

@@ -170,7 +170,7 @@ class ShardedGradients:
             optimizer.param_names, self._params if self._reduces_via_i or strategy.g != Placement.G else []
         )
         self._columns: dict[int, Span] = {}  # ds_id: columns in ``accumulator``
-        self._columns_of = lru_cache(maxsize=256)(self._merge_columns)  # training repeats the same buckets
+        self._columns_of = lru_cache(maxsize=4096)(self._merge_columns)  # training repeats the same buckets
         self.numel = 0  # columns
         for param in self._params:
             self._columns[param.ds_id] = Span(self.numel, param.ds_tensor.ds_numel)

@@ -99,7 +99,7 @@ class Slices:
         self._coordinator = coordinator
         self.params = list(params)
         self._layouts = {p.ds_id: FlatLayout.from_placement(p.ds_numel, strategy.os, topology) for p in self.params}
-        self._cells = topology.sizes.groups if strategy.os == Placement.G else 1, topology.sizes.group_size
+        self._rows_and_cols = topology.sizes.groups if strategy.os == Placement.G else 1, topology.sizes.group_size
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
         self._columns: dict[int, BufferSpan] = {}  # ds_id: block and columns of its slice
@@ -122,7 +122,7 @@ class Slices:
 
     def layout_of(self, params: Iterable[ZeroParameter], separate: bool = False) -> ParameterBucket:
         """Return the layout of parameters side by side; see ``ParameterBucket``."""
-        return bucket_of(*self._cells, tuple([param.ds_numel for param in params]), separate)
+        return bucket_of(*self._rows_and_cols, tuple([param.ds_numel for param in params]), separate)
 
     def shard_parameters(self) -> None:
         """Shard every parameter over the group of its optimizer states, with zeros in the padding, and make slices if

@@ -232,7 +232,8 @@ class BlocksMeasurement(Measurement):
             ours = (name + suffix for name in cls.in_bf16 for suffix in ("", WIDE, LOCO, BOTH, ORDERED))
             return ["DDP", "FSDP2", *settings.HSDP_REDUCTIONS, *stages, *ours]
         if setting.optimizer != MUON:
-            rare = RINGS[4:] if setting.name == "2x2-large-4" else RINGS
+            usual = ("ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2") if setting.name == "2x2-large-4" else ()
+            rare = [name for name in RINGS if name not in usual]
             others = {*settings.HSDP_REDUCTIONS, *(name + NATIVE for name in rare)}
             return [name for name in cls.methods if name not in others and not name.endswith(WIDE)]
         few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))

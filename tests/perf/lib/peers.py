@@ -332,7 +332,6 @@ class Engine(Method):
     def __init__(
         self, workload: Workload, name: str, zero: dict[str, Any], lean: bool = False, native: bool = False
     ) -> None:
-        self._reductions = nullcontext if native else ring_reductions
         model, self._whole = workload.make_model(), workload.whole
         if lean:
             leaves = sorted({type(block).__name__ for block in cast(nn.ModuleList, model.blocks)})
@@ -341,8 +340,10 @@ class Engine(Method):
         muon = workload.optimizer == MUON
         if muon and zero.get("stage") == 3:
             zero["reduce_scatter"] = False  # DeepSpeed's stage 3 wants it so
+        in_rings = not native and zero.get("reduce_scatter", True)
+        self._reductions = ring_reductions if in_rings else nullcontext
         setup = [f"{key} {value}" for key, value in zero.items()] + ["torch's compiler disabled"] * muon
-        super().__init__(name, ", ".join(setup + ["reductions through rings"] * (not native)))
+        super().__init__(name, ", ".join(setup + ["reductions through rings"] * in_rings))
         if muon:  # compiling its kernels takes minutes here
             torch._dynamo.config.disable = True
         params = MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True}
@@ -443,7 +444,9 @@ PEERS: dict[str, Callable[..., Method]] = {
         for name, (between, dtype) in HSDP_REDUCTIONS.items()
     },
     "ZeRO-1": partial(Engine, name="ZeRO-1", zero={"stage": 1, **WHOLE}),
-    SHIPPED: partial(Engine, name=SHIPPED, zero={"stage": 1, **WHOLE, "use_multi_rank_bucket_allreduce": True}),
+    SHIPPED: partial(  # whose all-reduces are rings
+        Engine, name=SHIPPED, zero={"stage": 1, **WHOLE, "use_multi_rank_bucket_allreduce": True}, native=True
+    ),
     "ZeRO-2": partial(Engine, name="ZeRO-2", zero={"stage": 2, **WHOLE}),
     "ZeRO-3": partial(Engine, name="ZeRO-3", zero={"stage": 3}, lean=True),
     "ZeRO-3 defaults": partial(Engine, name="ZeRO-3 defaults", zero={"stage": 3}),

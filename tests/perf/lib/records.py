@@ -109,7 +109,7 @@ class Row:
     stolen: list[float] = field(default_factory=list)  # shares of the CPU used by the machine's host
     link_bytes: float = 0.0  # bytes that a node sent in a step, by its interface
     headers: float = 1.0  # bytes counted for a byte of payload
-    formula_bytes: float | None = None  # bytes that a node must receive from others; None for a peer
+    formula_bytes: float | None = None  # bytes that a node must receive from others; None without a formula
     # Bytes of parameters, gradients and optimizer states on the rank with the most.
     held: Sequence[float] = (0.0, 0.0, 0.0)
     difference: float = 0.0  # difference of the weights, or losses, to the first method's

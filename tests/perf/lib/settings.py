@@ -24,7 +24,7 @@ MOVES: dict[str, tuple[int, int] | None] = {
     **{"FSDP2 node": (2, 0), "FSDP2 kept": (0, 2), "ZeRO-3 defaults": (2, 0), "hpZ": None},
     **{"DDP": (0, 2), SHIPPED: (0, 3)},
 }
-RINGS = tuple(MOVES)[:-2]  # for gloo's own reductions have other bytes; the first four are measured with these, too
+RINGS = tuple(name for name in MOVES if name not in ("DDP", SHIPPED))  # gloo's own reductions have other bytes
 HSDP_REDUCTIONS = {  # parameters from forward to backward, and the dtype of reductions: beside bf16 only
     f"HSDP{suffix} (reduces in {short})": (between, dtype)
     for suffix, between in ((" kept", "whole"), ("", "cut"))
