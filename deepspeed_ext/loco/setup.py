@@ -160,7 +160,7 @@ def log_loco_settings(settings: LocoSettings, groups: int) -> None:
 
 
 def _log(name: str, groups: int, message: str, within: str = "") -> None:
-    """Log what is sent between groups, or that nothing is, and what is done within them."""
+    """Log a key's effect between groups, if there are several, and within them."""
     if groups == 1:
         message = "there is one group, so nothing is sent between groups"
         within += f". Set {SECTION}.{GROUP_SIZE} for more groups"

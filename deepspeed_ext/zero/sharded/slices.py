@@ -99,7 +99,8 @@ class Slices:
         self._coordinator = coordinator
         self.params = list(params)
         self._layouts = {p.ds_id: FlatLayout.from_placement(p.ds_numel, strategy.os, topology) for p in self.params}
-        self._rows_and_cols = topology.sizes.groups if strategy.os == Placement.G else 1, topology.sizes.group_size
+        any_layout = FlatLayout.from_placement(0, strategy.os, topology)
+        self._rows_and_cols = any_layout.rows, any_layout.cols
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
         self._columns: dict[int, BufferSpan] = {}  # ds_id: block and columns of its slice
