@@ -168,7 +168,8 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, bool, float
         expected = STRATEGIES[name].memory(cluster, states).total
         # Bytes in use now, less the states that exist now, are not model states.
         other = bytes_in_use() - model_bytes.measure_state_bytes(engine).total
-        peaks = [peak_of(partial(micro_step, boundary)) for boundary in (False, True)]
+        # The least of three: gloo's threads buffer what arrives early from other ranks, more or less by chance.
+        peaks = [min(peak_of(partial(micro_step, boundary)) for _ in range(3)) for boundary in (False, True)]
         rows.append((name, units, *(peak - other - expected for peak in peaks)))
         engine.destroy()
     return rows[1:]
