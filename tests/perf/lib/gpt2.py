@@ -118,10 +118,12 @@ class Gpt2Measurement(Measurement):
         return [row for rows in self.rows.values() for row in rows]
 
     def make_workload(self) -> Workload:
-        setting, bucket = self.setting, 200_000 if self._shape else 5_000_000  # the embedding is larger
+        setting = self.setting
+        bucket, stage_bucket = (200_000, 5_000_000) if self._shape else (5_000_000, 200_000_000)
         model = partial(make_gpt2, self._shape, self._losses.append)
         dtype = torch.bfloat16
-        return Workload(setting.accumulation, setting.ranks_per_node, model, bucket=bucket, dtype=dtype, rate=RATE)
+        more: dict[str, Any] = {"bucket": bucket, "stage_bucket": stage_bucket, "dtype": dtype, "rate": RATE}
+        return Workload(setting.accumulation, setting.ranks_per_node, model, **more)
 
     def batches(self, step: int) -> list[Batch]:
         """Return the same random tokens for every step."""

@@ -228,16 +228,16 @@ class BlocksMeasurement(Measurement):
     def methods_of(cls, setting: Setting) -> list[str]:
         """Return the usual methods of a setting: with Muon and in bf16, fewer strategies and fewer compressed ones."""
         if setting.dtype == BF16:
-            stages = ("ZeRO-1", SHIPPED, "ZeRO-2", "ZeRO-3")
+            rings = (name + suffix for name in ("FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3") for suffix in ("", NATIVE))
             ours = (name + suffix for name in cls.in_bf16 for suffix in ("", WIDE, LOCO, BOTH, ORDERED))
-            return ["DDP", "FSDP2", *settings.HSDP_REDUCTIONS, *stages, *ours]
+            return ["DDP", *settings.HSDP_REDUCTIONS, SHIPPED, *rings, *ours]
         if setting.optimizer != MUON:
-            usual = ("ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2") if setting.name == "2x2-large-4" else ()
-            rare = [name for name in RINGS if name not in usual]
-            others = {*settings.HSDP_REDUCTIONS, *(name + NATIVE for name in rare)}
+            others = {*settings.HSDP_REDUCTIONS}
+            others |= {name + NATIVE for name in RINGS if setting.name != "2x2-large-4"}
             return [name for name in cls.methods if name not in others and not name.endswith(WIDE)]
         few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
-        return ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
+        rings = (name + suffix for name in ("ZeRO-1", "ZeRO-2") for suffix in ("", NATIVE))
+        return [*rings, "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
 
 
 class OverlapMeasurement(Measurement):

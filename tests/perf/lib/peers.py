@@ -43,6 +43,7 @@ LEAN = {f"stage3_{key}": 0 for key in ("max_reuse_distance", "max_live_parameter
 # ZeRO-1 and ZeRO-2, what matters on gloo: with a reduce to each rank in place of an all-reduce, ranks receive 22 % and
 # 27 % less from other nodes. The norm of the gradients is there for clipping only.
 WHOLE = {"use_multi_rank_bucket_allreduce": False, "compute_grad_norm": False}
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
 
 Batch = tuple[Tensor, Tensor]
 
@@ -54,7 +55,10 @@ class Workload:
     accumulation: int  # micro-batches in a step
     group_size: int  # ranks in a node, m
     make_model: Callable[[], nn.Module]  # makes the same model on every call and every rank
-    bucket: int = 5_000_000  # elements in a bucket of DeepSpeed, for gradients and parameters
+    # Elements in a bucket of a strategy, which overlaps the hops of consecutive buckets, and of a stage. Stages are
+    # fastest with one bucket, which their default of 500 M would be here: a smaller one belongs to few ranks.
+    bucket: int = 5_000_000
+    stage_bucket: int = 50_000_000
     ddp_mib: float = 25.0  # MiB of a bucket of DDP
     # zero, config: additional keys of ``zero_optimization``, and of the configuration, for all DeepSpeed methods.
     zero: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +87,7 @@ class Workload:
         A block is gathered while the previous one runs, and sub-groups are as small as buckets.
         """
         live = {"stage3_max_live_parameters": 3 * block, "stage3_prefetch_bucket_size": block, "sub_group_size": block}
-        buckets: dict[str, Any] = {"bucket": block, "ddp_mib": 4 * block / 2**20}
+        buckets: dict[str, Any] = {"bucket": block, "stage_bucket": block, "ddp_mib": 4 * block / 2**20}
         return cls(steps, group_size, make_model, **buckets, zero={"overlap_comm": True}, lean=LEAN | live)
 
 
@@ -336,7 +340,7 @@ class Engine(Method):
         if lean:
             leaves = sorted({type(block).__name__ for block in cast(nn.ModuleList, model.blocks)})
             zero = {**workload.lean, "leaf_module": {"classes": leaves}, **zero}
-        zero = {**workload.zero, **zero}
+        zero = {**dict.fromkeys(BUCKETS, workload.stage_bucket), **workload.zero, **zero}
         muon = workload.optimizer == MUON
         if muon and zero.get("stage") == 3:
             zero["reduce_scatter"] = False  # DeepSpeed's stage 3 wants it so
@@ -347,14 +351,13 @@ class Engine(Method):
         if muon:  # compiling its kernels takes minutes here
             torch._dynamo.config.disable = True
         params = MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True}
-        buckets = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), workload.bucket)
         config = {
             "train_micro_batch_size_per_gpu": 1,  # not known here; used for reports of throughput only
             "gradient_accumulation_steps": workload.accumulation,
             "optimizer": {"type": workload.optimizer, "params": params},
             "gradient_clipping": 0.0,  # the default is 1.0, and the methods of PyTorch do not clip
             "steps_per_print": 1_000_000,
-            "zero_optimization": {**buckets, **zero},
+            "zero_optimization": zero,
             "bf16": {"enabled": workload.mixed},
             **workload.config,
         }
@@ -410,7 +413,7 @@ class Ours(Engine):
         self.strategy = parse_strategy(zero["paro_strategy"])
         self.sent = Compression.parse(zero.get("zeropp_loco_param"), zero.get("paro_quantized_updates"))
         lean = self.strategy.p > Placement.N
-        zero = zero if lean else {"compute_grad_norm": False, **zero}
+        zero = {**dict.fromkeys(BUCKETS, workload.bucket), **({} if lean else {"compute_grad_norm": False}), **zero}
         super().__init__(workload, name or zero["paro_strategy"], zero, lean, native=True)
 
     def finish(self) -> None:

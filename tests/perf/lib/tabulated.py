@@ -55,16 +55,19 @@ def _megabytes(nbytes: float | None) -> str:
 
 
 def setting(rows: Sequence[Row], name: str) -> Table:
-    """Return a step's seconds of each method at each rate, the floor at the first, and MB held; the fastest first."""
+    """Return a step's seconds of each method at each rate, with gloo's collectives and the floor at the first, and MB
+    held; the fastest first."""
     rates = BLOCKS[name].mbit
-    rows = [row for row in rows if row.setting == name and NATIVE not in row.method]
+    rows_by_key = {(row.method, row.mbit): row for row in rows if row.setting == name}
     header = ["", *(f"{rate_name(rate)} Mbit/s" if rate else rate_name(rate) for rate in rates), "MB held"]
-    header.insert(2, "floor")
-    rows_by_key = {(row.method, row.mbit): row for row in rows}
+    header[2:2] = ["gloo's collectives", "floor"]
     lines = []
-    for first in sorted((row for row in rows if row.mbit == rates[0]), key=lambda row: row.median):
-        times = [seconds_of(rows_by_key[first.method, rate].median) for rate in rates]
-        lines.append([first.method, times[0], seconds_of(first.floor), *times[1:], f"{first.memory / 1e6:.0f}"])
+    for first in sorted((row for row in rows_by_key.values() if row.mbit == rates[0]), key=lambda row: row.median):
+        if NATIVE not in first.method:
+            times = [seconds_of(rows_by_key[first.method, rate].median) for rate in rates]
+            native = rows_by_key.get((first.method + NATIVE, rates[0]))
+            times[1:1] = [seconds_of(native.median) if native else "", seconds_of(first.floor)]
+            lines.append([first.method, *times, f"{first.memory / 1e6:.0f}"])
     return header, lines
 
 
