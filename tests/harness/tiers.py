@@ -19,9 +19,13 @@ def with_some(cases: Iterable[Any], some: Sequence[str], every: Sequence[str]) -
     return [*((case, some) for case in retained), *deep(*((case, every) for case in retained))]
 
 
-def by_strategies(value: Any) -> str | None:
-    """Return how the id of a case says which strategies it has, as ``ids`` of a parametrized test."""
-    return f"{len(value)} strategies, {value[0]}" if isinstance(value, tuple) and value else None
+def with_cases(names: str, *cases: Any, ids: Any = None) -> pytest.MarkDecorator:
+    """Parametrize a test; ids say which strategies a case has."""
+    return pytest.mark.parametrize(names, cases, ids=ids or _by_strategies)
+
+
+def _by_strategies(value: Any) -> str | None:
+    return f"{len(value)} strategies, {value[0]}" if isinstance(value, tuple) and isinstance(value[0], str) else None
 
 
 def folder_of(test: str) -> str:

@@ -29,7 +29,7 @@ from deepspeed_ext.comm import host_channel
 from deepspeed_ext.comm.disjoint_groups import timeout_of
 from deepspeed_ext.comm.host_channel import HostChannel
 from tests.harness import pipelines, saves, snapshots, training
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 ALL = (*REPLICATED, *PARTITIONED)
@@ -180,13 +180,11 @@ class Failure(NamedTuple):
     untouched: bool
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, boundary, faults",
-    [
-        ("NIG", "step", list(FAULTS)[:3]),
-        ("IIG", "engine", list(FAULTS)[3:]),
-        *deep(*((*run, list(FAULTS)) for run in (("III", "step"), ("NNN", "user"), ("GGG", "coalesce")))),
-    ],
+    ("NIG", "step", list(FAULTS)[:3]),
+    ("IIG", "engine", list(FAULTS)[3:]),
+    *deep(*((*run, list(FAULTS)) for run in (("III", "step"), ("NNN", "user"), ("GGG", "coalesce")))),
 )
 def test_a_failed_save_raises_on_all_ranks(
     ranks: Any, tmp_path: Path, name: str, boundary: str, faults: list[str]

@@ -21,7 +21,7 @@ import deepspeed_ext
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
 from tests.harness import experts, networks, saves, snapshots, training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED
 
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -29,10 +29,11 @@ FROZEN = ("layers.0.weight", "layers.0.bias")
 HOST_BYTES = 992  # in two buffers, less than most tensors have
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, names",
-    [("bf16", ("NIG", "IIG")), ("fp32", ("III", "3")), *deep(("fp32", REPLICATED), ("bf16", PARTITIONED))],
-    ids=by_strategies,
+    ("bf16", ("NIG", "IIG")),
+    ("fp32", ("III", "3")),
+    *deep(("fp32", REPLICATED), ("bf16", PARTITIONED)),
 )
 def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
     for rank, rows in enumerate(ranks(4).run(parity_case, str(tmp_path), dtype, names)):
@@ -114,14 +115,11 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
     return rows
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "kind, names",
-    [
-        ("MoE", ("NIG",)),
-        ("AutoEP", ("IIG",)),
-        *deep(("AutoEP", ("NIG",)), ("MoE", REPLICATED), ("AutoEP", PARTITIONED)),
-    ],
-    ids=by_strategies,
+    ("MoE", ("NIG",)),
+    ("AutoEP", ("IIG",)),
+    *deep(("AutoEP", ("NIG",)), ("MoE", REPLICATED), ("AutoEP", PARTITIONED)),
 )
 def test_exported_experts_have_the_names_of_a_full_model(
     ranks: Any, tmp_path: Path, kind: str, names: tuple[str, ...]
@@ -318,7 +316,7 @@ def refused_case(folder: str) -> list[str]:
     return results
 
 
-@pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
+@with_cases("names", ("NIG", "IIG"), *deep((REPLICATED,), (PARTITIONED,)))
 def test_save_16bit_model_writes_all_weights_or_nothing(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(bit16_case, str(tmp_path), names):
         assert rows == [(name, True, [], ["pytorch_model.bin"]) for name in names]

@@ -14,7 +14,7 @@ import pytest
 from deepspeed_ext.checkpoint import folder as module
 from deepspeed_ext.checkpoint import owned_folder
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 
 class Killed(BaseException):
@@ -189,15 +189,13 @@ def test_saves_follow_links_and_keep_them(tmp_path: Path) -> None:
     assert read(folder) == {"second"} and names_in(disk) == ["latest", "target", "via"]
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "found, message",
-    [
-        ("file", "/tag must be a folder, or must not exist; it is a file. Remove it, or"),
-        ("link to a file", r"/tag \(a link to .*/other\) must be a folder, .*; it is a file. Remove it"),
-        ("dangling link", r"/tag \(a link to .*/nowhere\) must be a folder.*; it is a link without a target. Remove"),
-        ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is a link without a target. Remove it"),
-        ("mount point", r"/tag \(a link to /proc\) is a mount point, which a rename cannot replace"),
-    ],
+    ("file", "/tag must be a folder, or must not exist; it is a file. Remove it, or"),
+    ("link to a file", r"/tag \(a link to .*/other\) must be a folder, .*; it is a file. Remove it"),
+    ("dangling link", r"/tag \(a link to .*/nowhere\) must be a folder.*; it is a link without a target. Remove"),
+    ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is a link without a target. Remove it"),
+    ("mount point", r"/tag \(a link to /proc\) is a mount point, which a rename cannot replace"),
 )
 def test_paths_that_are_no_folder_are_refused(tmp_path: Path, found: str, message: str) -> None:
     tag, other = tmp_path / "tag", tmp_path / "other"

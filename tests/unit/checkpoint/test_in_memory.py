@@ -29,7 +29,7 @@ from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
 from deepspeed_ext.comm.agreement import broadcast_text
 from tests.harness import logs, memory_saves, snapshots, training
 from tests.harness.logs import logged
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 LOST = [("NIG + LoCo", 1), ("IIG", 0)]
 CROSSING = ("residuals", "layer_", "expp_rank")  # files that each rank has, or that DeepSpeed has one rank write
@@ -360,26 +360,24 @@ def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[s
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     "groups, files, room",
-    [
-        ("0::/", {}, 9),
-        ("0::/a/b", {"a/b/memory.max": "max", "a/b/memory.current": 8 * GIB}, 9),
-        ("0::/a/b", {"a/memory.max": 4 * GIB, "a/memory.current": 3 * GIB}, 1),
-        ("0::/", {"memory.max": 4 * GIB, "memory.current": 5 * GIB}, 0),
-        ("0::/", {"memory.max": 6 * GIB, "memory.current": 5 * GIB, "memory.stat": f"inactive_file {2 * GIB}"}, 3),
-        ("3:cpu:/\n4:memory:/host/x", {"memory/memory.limit_in_bytes": 8 * GIB}, 9),  # what is in use is not known
-        (
-            "4:cpu,memory:/host/x\n0::/",
-            {
-                "memory/memory.limit_in_bytes": 8 * GIB,
-                "memory/memory.usage_in_bytes": 7 * GIB,
-                "memory/memory.stat": f"cache 7\ntotal_active_file {GIB}\ntotal_inactive_file {GIB}",
-                "memory/host/x/memory.limit_in_bytes": 2**63 - 4096,
-            },
-            3,
-        ),
-    ],
+    ("0::/", {}, 9),
+    ("0::/a/b", {"a/b/memory.max": "max", "a/b/memory.current": 8 * GIB}, 9),
+    ("0::/a/b", {"a/memory.max": 4 * GIB, "a/memory.current": 3 * GIB}, 1),
+    ("0::/", {"memory.max": 4 * GIB, "memory.current": 5 * GIB}, 0),
+    ("0::/", {"memory.max": 6 * GIB, "memory.current": 5 * GIB, "memory.stat": f"inactive_file {2 * GIB}"}, 3),
+    ("3:cpu:/\n4:memory:/host/x", {"memory/memory.limit_in_bytes": 8 * GIB}, 9),  # what is in use is not known
+    (
+        "4:cpu,memory:/host/x\n0::/",
+        {
+            "memory/memory.limit_in_bytes": 8 * GIB,
+            "memory/memory.usage_in_bytes": 7 * GIB,
+            "memory/memory.stat": f"cache 7\ntotal_active_file {GIB}\ntotal_inactive_file {GIB}",
+            "memory/host/x/memory.limit_in_bytes": 2**63 - 4096,
+        },
+        3,
+    ),
 )
 def test_free_bytes_respect_memory_and_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, Any], room: int

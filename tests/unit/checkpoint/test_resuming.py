@@ -15,24 +15,21 @@ from torch import nn
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import snapshots, training
 from tests.harness.snapshots import error_of, job_of
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ALL = (*REPLICATED, *PARTITIONED)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "optimizer, dtype, names, zero",
-    [
-        ("Adam", "fp16", ("NIG", "III"), {}),
-        ("Muon", "fp32", ("NIG",), {}),
-        ("Muon", "fp16", ("GNG",), OFFLOAD),
-        *deep(*(("Adam", dtype, ALL, {}) for dtype in ("fp32", "bf16", "fp16"))),
-        *deep(("Muon", "fp32", ("NNN", "NII", "III", "IIG", "GNG"), {}), ("Muon", "fp16", ("NII",), OFFLOAD)),
-        *deep(("Muon", "bf16", ("NII", "IIG"), {}), ("Muon", "fp16", ("NIG", "III"), {})),
-    ],
-    ids=by_strategies,
+    ("Adam", "fp16", ("NIG", "III"), {}),
+    ("Muon", "fp32", ("NIG",), {}),
+    ("Muon", "fp16", ("GNG",), OFFLOAD),
+    *deep(*(("Adam", dtype, ALL, {}) for dtype in ("fp32", "bf16", "fp16"))),
+    *deep(("Muon", "fp32", ("NNN", "NII", "III", "IIG", "GNG"), {}), ("Muon", "fp16", ("NII",), OFFLOAD)),
+    *deep(("Muon", "bf16", ("NII", "IIG"), {}), ("Muon", "fp16", ("NIG", "III"), {})),
 )
 def test_a_resumed_run_matches_the_uninterrupted_run(
     ranks: Any, tmp_path: Path, optimizer: str, dtype: str, names: tuple[str, ...], zero: dict[str, Any]
@@ -106,7 +103,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("names, zero, optimizer, dtype, starts", ROWS, ids=by_strategies)
+@with_cases("names, zero, optimizer, dtype, starts", *ROWS)
 def test_runs_resume_from_any_step(
     ranks: Any, kernels: bool, tmp_path: Path, names: Any, zero: Any, optimizer: str, dtype: str, starts: Any
 ) -> None:
@@ -145,13 +142,10 @@ EXCEPTIONS: dict[str, list[Any]] = {"tensor parallel": [{}, {}], "not zip": [{},
 LATER = ("fp32 accumulation", "not zip", "round robin", "persistent parameters")  # in the deep tier
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "variant, names",
-    [
-        *((one, VARIANTS[one][0]) for one in VARIANTS if one not in LATER),
-        *deep(*((one, ("NIG", "IIG", "III")) for one in VARIANTS)),
-    ],
-    ids=by_strategies,
+    *((one, VARIANTS[one][0]) for one in VARIANTS if one not in LATER),
+    *deep(*((one, ("NIG", "IIG", "III")) for one in VARIANTS)),
 )
 def test_variants_resume_and_convert(ranks: Any, tmp_path: Path, variant: str, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), "Adam", "bf16", names, convert=True, **VARIANTS[variant][1]):
@@ -266,7 +260,7 @@ def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str
     return rows
 
 
-@pytest.mark.parametrize("names", [("NNN", "NIG", "III"), *deep((ALL,))], ids=by_strategies)
+@with_cases("names", ("NNN", "NIG", "III"), *deep((ALL,)))
 def test_each_state_is_written_once(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(bytes_case, str(tmp_path), names):
         for name, files, written, received, due in rows:

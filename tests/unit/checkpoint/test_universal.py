@@ -18,7 +18,7 @@ from deepspeed_ext.checkpoint import to_universal, universal
 from deepspeed_ext.zero.saved_states import MOMENTUM
 from tests.harness import snapshots, training
 from tests.harness.snapshots import job_of, job_of_kind
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 STOCK = ("1", "2", "3")
@@ -96,10 +96,10 @@ def pairs_of(sources: tuple[str, ...], targets: int) -> list[tuple[str, str]]:
 SOME = ("NII", "IIG", "2", "3")
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, sources, targets",
-    [("bf16", ("III", "NIG", "2", "3"), 1), *deep(("fp32", ALL, 2), ("bf16", SOME, 2), ("fp16", SOME, 2))],
-    ids=by_strategies,
+    ("bf16", ("III", "NIG", "2", "3"), 1),
+    *deep(("fp32", ALL, 2), ("bf16", SOME, 2), ("fp16", SOME, 2)),
 )
 def test_each_strategy_loads_from_the_others(
     ranks: Any, tmp_path: Path, dtype: str, sources: tuple[str, ...], targets: int
@@ -111,13 +111,11 @@ def test_each_strategy_loads_from_the_others(
             assert row[2] == {}, row
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world_size, group_size, dtype, optimizer",
-    [
-        (2, 1, "fp32", "Adam"),
-        (2, 2, "fp32", "Muon"),
-        *deep((6, 2, "fp32", "Adam"), (8, 4, "fp32", "Muon"), (2, 1, "fp16", "Muon"), (4, 4, "bf16", "Muon")),
-    ],
+    (2, 1, "fp32", "Adam"),
+    (2, 2, "fp32", "Muon"),
+    *deep((6, 2, "fp32", "Adam"), (8, 4, "fp32", "Muon"), (2, 1, "fp16", "Muon"), (4, 4, "bf16", "Muon")),
 )
 def test_checkpoints_load_with_other_numbers_of_ranks(
     ranks: Any, tmp_path: Path, world_size: int, group_size: int, dtype: str, optimizer: str
@@ -129,13 +127,11 @@ def test_checkpoints_load_with_other_numbers_of_ranks(
             assert row[2].keys() <= {"counters"}, row  # samples of a step
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "saved_by, world_size, group_size, loaded_by, optimizer",
-    [
-        (4, 2, 2, 2, "Adam"),
-        *deep(*((*shape, "Adam") for shape in ((2, 2, 2, 1), (4, 4, 2, 2), (1, 8, 4, 4), (2, 4, 4, 4), (2, 8, 2, 1)))),
-        *deep(*((*shape, "Muon") for shape in ((4, 2, 2, 2), (2, 8, 2, 1)))),
-    ],
+    (4, 2, 2, 2, "Adam"),
+    *deep(*((*shape, "Adam") for shape in ((2, 2, 2, 1), (4, 4, 2, 2), (1, 8, 4, 4), (2, 4, 4, 4), (2, 8, 2, 1)))),
+    *deep(*((*shape, "Muon") for shape in ((4, 2, 2, 2), (2, 8, 2, 1)))),
 )
 def test_experts_load_with_another_expert_parallel_size(
     ranks: Any, tmp_path: Path, saved_by: int, world_size: int, group_size: int, loaded_by: int, optimizer: str
@@ -152,9 +148,7 @@ def test_experts_load_with_another_expert_parallel_size(
 MODULE, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
 
 
-@pytest.mark.parametrize(
-    "parts", [((MODULE, True), (NO_STATES, False)), *deep((((MODULE, False), (NO_STATES, True)),))]
-)
+@with_cases("parts", ((MODULE, True), (NO_STATES, False)), *deep((((MODULE, False), (NO_STATES, True)),)))
 def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path, parts: Any) -> None:
     ranks(4).run(save_case, str(tmp_path), ("NIG", "IIG"), "bf16")
     for part, from_fp32 in parts:
@@ -219,15 +213,13 @@ MORE_SHARDED = [*SHARDED, ("3", "GIG", OFFLOAD, {})]
 CONVERTED = [("IIG", "2", {}, {}), ("IIG", "3", {}, {}), ("NIG", "1", OFFLOAD, {})]
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "pairs, dtype, universal",
-    [
-        (PAIRS[1:], "fp32", False),
-        (CONVERTED[:1], "fp32", True),
-        *deep((SHARDED, "fp16", False)),
-        *deep(*((pairs, dtype, False) for pairs in (MORE_PAIRS, MORE_SHARDED) for dtype in ("fp32", "fp16"))),
-        *deep((CONVERTED, "fp32", True), (CONVERTED, "fp16", True)),
-    ],
+    (PAIRS[1:], "fp32", False),
+    (CONVERTED[:1], "fp32", True),
+    *deep((SHARDED, "fp16", False)),
+    *deep(*((pairs, dtype, False) for pairs in (MORE_PAIRS, MORE_SHARDED) for dtype in ("fp32", "fp16"))),
+    *deep((CONVERTED, "fp32", True), (CONVERTED, "fp16", True)),
     ids=lambda value: f"{len(value)} pairs" if isinstance(value, list) else str(value),
 )
 def test_stock_and_strategies_exchange_momentum(

@@ -17,7 +17,7 @@ from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
 from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from tests.harness import training
 from tests.harness.config_sections import CPU, GGG, IIG, III, NIG, NVME, config
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 pytestmark = pytest.mark.quick
 
@@ -326,13 +326,11 @@ def errors_case(rows: list[Row], how: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "how, kind",
-    [
-        *(("initialize", kind) for kind in REFUSED),
-        ("zero.Init", "strategy"),
-        *deep(*(("zero.Init", kind) for kind in REFUSED if kind != "strategy")),
-    ],
+    *(("initialize", kind) for kind in REFUSED),
+    ("zero.Init", "strategy"),
+    *deep(*(("zero.Init", kind) for kind in REFUSED if kind != "strategy")),
 )
 def test_refused_alike_before_any_communication(ranks: Any, how: str, kind: str) -> None:
     first, *others = ranks(4).run(errors_case, REFUSED[kind], how)

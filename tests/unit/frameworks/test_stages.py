@@ -4,31 +4,28 @@
 
 from typing import Any
 
-import pytest
-
 from tests.harness.frameworks.comparison import needs
 from tests.harness.frameworks.configurations import placed
+from tests.harness.tiers import with_cases
 
 pytestmark = needs("transformers", "accelerate")
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "strategy, seam, message",
-    [
-        (
-            "fastest",
-            True,
-            'zero_optimization.paro_strategy "fastest" needs zero_optimization.stage with Accelerate, HF Trainer and '
-            "TRL, which read it before the model is built. Set zero_optimization.stage to 1, 2 or 3: the fastest "
-            "strategy of that stage is chosen.",
-        ),
-        (
-            "IIG",
-            False,
-            "zero_optimization.paro_strategy needs zero_optimization.stage with Accelerate, HF Trainer and TRL, which "
-            "already use stage 2. Set zero_optimization.stage to 3.",
-        ),
-    ],
+    (
+        "fastest",
+        True,
+        'zero_optimization.paro_strategy "fastest" needs zero_optimization.stage with Accelerate, HF Trainer and '
+        "TRL, which read it before the model is built. Set zero_optimization.stage to 1, 2 or 3: the fastest "
+        "strategy of that stage is chosen.",
+    ),
+    (
+        "IIG",
+        False,
+        "zero_optimization.paro_strategy needs zero_optimization.stage with Accelerate, HF Trainer and TRL, which "
+        "already use stage 2. Set zero_optimization.stage to 3.",
+    ),
 )
 def test_a_stage_that_accelerate_cannot_know(frameworks: Any, strategy: str, seam: bool, message: str) -> None:
     section = {**placed("IIG", stage=None), "paro_strategy": strategy}

@@ -18,7 +18,7 @@ from deepspeed_ext.leaf.modules import Settings, choose, numel_of
 from deepspeed_ext.leaf.setup import LiveLimits, predicted_live
 from tests.harness import mixtures, snapshots, training
 from tests.harness.mixtures import AUTO, CHUNKS, SMALL, WINDOWS, job_of
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 TIGHT = {**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
 
@@ -70,13 +70,11 @@ def persistent_case() -> list[list[bool]]:
     return rows
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, network, strategy, keys",
-    [
-        (2, "Mixtures", "IIG", CHUNKS),
-        *deep((4, "Packed", "IIG", WINDOWS), (4, "Packed", "GGG", WINDOWS)),
-        *deep((4, "Mixtures", "IIG", CHUNKS), (4, "Mixtures", "GGG", AUTO)),
-    ],
+    (2, "Mixtures", "IIG", CHUNKS),
+    *deep((4, "Packed", "IIG", WINDOWS), (4, "Packed", "GGG", WINDOWS)),
+    *deep((4, "Mixtures", "IIG", CHUNKS), (4, "Mixtures", "GGG", AUTO)),
 )
 def test_checkpoints_do_not_depend_on_units_or_windows(
     ranks: Any, tmp_path: Path, world: int, network: str, strategy: str, keys: dict[str, Any]

@@ -23,7 +23,7 @@ from tests.harness import mixtures, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.mixtures import WINDOWS, job_of
 from tests.harness.package_versions import since
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import check
 
 FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
@@ -129,34 +129,30 @@ def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], si
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     "world, size, names",
-    [
-        (4, 2, ("INI", "GNG")),
-        *deep(
-            (3, 3, ("IIG",)),
-            (4, 2, ("ING", "III", "IIG", "IGG", "GIG", "GGG")),
-            (4, 1, ("IIG", "GGG", "GNG")),
-            (3, 3, ("GGG",)),
-        ),
-    ],
+    (4, 2, ("INI", "GNG")),
+    *deep(
+        (3, 3, ("IIG",)),
+        (4, 2, ("ING", "III", "IIG", "IGG", "GIG", "GGG")),
+        (4, 1, ("IIG", "GGG", "GNG")),
+        (3, 3, ("GGG",)),
+    ),
 )
 def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str]) -> None:
     check(ranks(world).run(strategies_case, names, "Packed", {}, size)[0])
 
 
 @pytest.mark.parametrize("world", [2, *deep(4)])
-@pytest.mark.parametrize(
+@with_cases(
     "network, more",
-    [
-        ("Packed", {"clipping": 0.05, "zero": {**mixtures.SMALL, **OVERLAP}}),
-        ("PackedFrozen", {"zero": {**mixtures.SMALL, "reduce_scatter": False}, "checkpointing": True}),
-        *deep(
-            ("Packed", {"zero": {**mixtures.SMALL, "stage3_param_persistence_threshold": 200}, "boundary": "step"}),
-            ("Packed", {"zero_init": "config", "checkpointing": False}),
-            ("PackedLooped", {}),
-        ),
-    ],
+    ("Packed", {"clipping": 0.05, "zero": {**mixtures.SMALL, **OVERLAP}}),
+    ("PackedFrozen", {"zero": {**mixtures.SMALL, "reduce_scatter": False}, "checkpointing": True}),
+    *deep(
+        ("Packed", {"zero": {**mixtures.SMALL, "stage3_param_persistence_threshold": 200}, "boundary": "step"}),
+        ("Packed", {"zero_init": "config", "checkpointing": False}),
+        ("PackedLooped", {}),
+    ),
     ids=lambda more: str(more).replace("'", "")[:50],
 )
 def test_other_options(ranks: Any, network: str, more: dict[str, Any], world: int) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import deepspeed
-import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -27,7 +26,7 @@ from deepspeed_ext.loco.hop import QuantizedSums
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from tests.harness import training
 from tests.harness.logs import logged
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import SMALL, Job
 
 DIFFERENCES = ("NNG", "NIG", "NGG", "ING", "IIG", "IGG")
@@ -132,9 +131,7 @@ def distance_to_masters(engine: Any) -> float:
 IN_TURNS = [(job, DIFFERENCES[number % 3 :: 3]) for number, job in enumerate(JOBS)]
 
 
-@pytest.mark.parametrize(
-    "job, names", [*IN_TURNS[::4], *deep(*((job, DIFFERENCES) for job in JOBS))], ids=by_strategies
-)
+@with_cases("job, names", *IN_TURNS[::4], *deep(*((job, DIFFERENCES) for job in JOBS)))
 def test_replicas_are_equal_and_close_to_weights(ranks: Any, job: str, names: tuple[str, ...]) -> None:
     for runs in ranks(4).run(close_case, JOBS[job], names):
         assert runs.keys() == set(names)
@@ -157,9 +154,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(
-    "job, names", [("fp16, overlap", ("NIG", "IIG")), *deep(*((job, DIFFERENCES) for job in EXACT))], ids=by_strategies
-)
+@with_cases("job, names", ("fp16, overlap", ("NIG", "IIG")), *deep(*((job, DIFFERENCES) for job in EXACT)))
 def test_lossless_updates_do_not_change_training(ranks: Any, job: str, names: tuple[str, ...]) -> None:
     for runs in ranks(4).run(exact_case, EXACT[job], names):
         for name, (equal, messages) in runs.items():
@@ -190,7 +185,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change, names", CHANGES.items(), ids=by_strategies)
+@with_cases("change, names", *CHANGES.items())
 def test_changes_from_outside_are_sent_unencoded(
     ranks: Any, change: str, names: tuple[str, ...], tmp_path: Any
 ) -> None:
@@ -256,9 +251,7 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
         engine.load_checkpoint(folder, "some")
 
 
-@pytest.mark.parametrize(
-    "dtype, names", [("bf16", SUMS[1:2]), *deep(("bf16", SUMS), ("fp32", SUMS))], ids=by_strategies
-)
+@with_cases("dtype, names", ("bf16", SUMS[1:2]), *deep(("bf16", SUMS), ("fp32", SUMS)))
 def test_gradient_sums_are_gathered_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
     for distances in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):
         for name, (equal, apart) in distances.items():

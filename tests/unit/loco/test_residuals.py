@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from deepspeed import comm as dist
 
@@ -18,17 +17,15 @@ from deepspeed_ext.checkpoint.residuals import FOLDER
 from deepspeed_ext.comm import collectives
 from tests.harness import snapshots, training
 from tests.harness.logs import logged
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 NAMES = ("NNN", "NII", "NIG", "NGG", "INI", "IIG", "IGG", "GGG")
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, backend, names",
-    [
-        *(("fp32", "gloo", ("NGG", "IIG")), ("fp32", "nccl", ("INI",))),
-        *deep(("fp32", "gloo", NAMES), ("fp16", "gloo", NAMES), ("fp32", "nccl", NAMES)),
-    ],
+    *(("fp32", "gloo", ("NGG", "IIG")), ("fp32", "nccl", ("INI",))),
+    *deep(("fp32", "gloo", NAMES), ("fp16", "gloo", NAMES), ("fp32", "nccl", NAMES)),
     ids=str,
 )
 def test_15_resumed_run_matches_uninterrupted_run(
@@ -70,9 +67,7 @@ CROSSINGS = [("NIG", "IIG"), ("NIG", "NGG"), ("IIG", "GGG"), ("IIG", "NNG"), ("N
 FEW = [(2, 1, CROSSINGS[::2]), (6, 2, CROSSINGS[3:4])]
 
 
-@pytest.mark.parametrize(
-    "loads", [FEW, *deep([(2, 1, CROSSINGS), (6, 2, CROSSINGS), (4, 1, CROSSINGS)])], ids=["few", "all"]
-)
+@with_cases("loads", FEW, *deep([(2, 1, CROSSINGS), (6, 2, CROSSINGS), (4, 1, CROSSINGS)]), ids=["few", "all"])
 def test_15_other_ranks_load_the_sum_of_residuals(ranks: Any, tmp_path: Any, loads: list[Any]) -> None:
     saved = ranks(4).run(save_case, ("NIG", "IIG", "NNN"), str(tmp_path))[0]
     for world, group, crossings in loads:

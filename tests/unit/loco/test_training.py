@@ -18,7 +18,7 @@ from deepspeed_ext.loco.sampling import Sampling
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from tests.harness import training
 from tests.harness.logs import is_ours, logged
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED
 
 ALL = (*REPLICATED, *PARTITIONED)
@@ -27,7 +27,7 @@ ROWS = [("fp32", 1, ("NNN", "NGG", "III", "GGG", "2", "3")), ("bf16", 3, ("NIG",
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype, accumulation, names", [*ROWS, *deep(("fp32", 1, (*ALL, *"123")))], ids=by_strategies)
+@with_cases("dtype, accumulation, names", *ROWS, *deep(("fp32", 1, (*ALL, *"123"))))
 def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int, names: Any) -> None:
     """Gradients match stock within quantization: a factor of 2 in any of them would show in the norms."""
     for rows in ranks(4).run(parity_case, dtype, accumulation, names):
@@ -53,7 +53,7 @@ def parity_case(dtype: str, accumulation: int, names: tuple[str, ...]) -> list[A
     return rows
 
 
-@pytest.mark.parametrize("accumulation, names", [(2, ("NGG",)), *deep((1, ALL), (2, ("IIG",)))], ids=by_strategies)
+@with_cases("accumulation, names", (2, ("NGG",)), *deep((1, ALL), (2, ("IIG",))))
 def test_unsent_gradients_are_sent_in_later_steps(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     """Average the same gradients over 8 steps: without feedback, the error is that of one step, about 0.1."""
     for rows in ranks(4).run(feedback_case, accumulation, names):

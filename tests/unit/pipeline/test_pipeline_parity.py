@@ -8,7 +8,7 @@ import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from tests.harness import pipelines
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, placed
 
 SOME = ("NIG", "IIG")
@@ -44,9 +44,10 @@ def test_every_strategy_matches_zero_1(ranks: Any, names: tuple[str, ...]) -> No
     run(ranks, names, oracles=("torch", "1"), micro_batches=3)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, stages, group, names",
-    [(6, 3, 1, SOME), *deep((8, 2, 2, ("NIG", "III")), (4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NNG", "IIG")))],
+    (6, 3, 1, SOME),
+    *deep((8, 2, 2, ("NIG", "III")), (4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NNG", "IIG"))),
 )
 def test_stages_and_groups_of_other_sizes_match_zero_1(
     ranks: Any, world: int, stages: int, group: int, names: tuple[str, ...]
@@ -63,23 +64,21 @@ def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> N
     run(ranks, ("2", "3"))
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "pipe",
-    [
-        {"zero": {**SMALL, "overlap_comm": True}},
-        *deep({"zero": {**SMALL, "contiguous_gradients": False}, "two": 2}),
-        {"zero": {**SMALL, "round_robin_gradients": True}, "groups": 2, "method": "parameters", "checkpointing": 1},
-        *deep({"tied": False, "frozen": (3, 4), "checkpointing": -2}),
-        *deep({"zero": {}, "optimizer": "Adam", "clipping": 0.0, "config": {"wall_clock_breakdown": True}}),
-    ],
+    {"zero": {**SMALL, "overlap_comm": True}},
+    *deep({"zero": {**SMALL, "contiguous_gradients": False}, "two": 2}),
+    {"zero": {**SMALL, "round_robin_gradients": True}, "groups": 2, "method": "parameters", "checkpointing": 1},
+    *deep({"tied": False, "frozen": (3, 4), "checkpointing": -2}),
+    *deep({"zero": {}, "optimizer": "Adam", "clipping": 0.0, "config": {"wall_clock_breakdown": True}}),
     ids=lambda pipe: " ".join([*pipe, *pipe.get("zero", ())]),
 )
 def test_other_options_match_zero_1(ranks: Any, pipe: dict[str, Any]) -> None:
     run(ranks, ("NNG", *SOME) if "overlap_comm" in pipe.get("zero", ()) else SOME, **pipe)
 
 
-@pytest.mark.parametrize(
-    "experts, world, group, names", [(2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))]
+@with_cases(
+    "experts, world, group, names", (2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))
 )
 def test_mixtures_of_experts_match_zero_1(
     ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]
@@ -87,9 +86,10 @@ def test_mixtures_of_experts_match_zero_1(
     run(ranks, names, world, group, oracles=("1",), experts=experts)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "stages, frozen, groups",
-    [(2, (3, 4, 5), 2), *deep((2, (0, 1, 2), 1), (4, (2, 3), 1))],
+    (2, (3, 4, 5), 2),
+    *deep((2, (0, 1, 2), 1), (4, (2, 3), 1)),
     ids=["last", "first", "middle"],
 )
 def test_a_stage_with_nothing_to_train_matches_zero_1(
@@ -109,7 +109,7 @@ def test_optimizer_offload_matches_zero_1(ranks: Any) -> None:
     run(ranks, SOME, optimizer="Adam", zero=zero, config=config)
 
 
-@pytest.mark.parametrize("names", [SOME, *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
+@with_cases("names", SOME, *deep((REPLICATED,), (PARTITIONED,)))
 def test_muon_matches_zero_1(ranks: Any, names: tuple[str, ...]) -> None:
     # The embedding is tied, and trained by Adam. Muon's iterations amplify rounding errors.
     muon: dict[str, Any] = {"oracles": ("1",), "optimizer": "Muon", "bound": 1e-5, "norms": 1e-5}

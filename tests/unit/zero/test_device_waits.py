@@ -22,7 +22,7 @@ from tests.harness.logs import logged
 from tests.harness.networks import SQUARE
 from tests.harness.stream_cases import micro_step
 from tests.harness.stream_order import asking, device_with_streams
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
 BY_PARAMETER = {"sub_group_size": 100}
@@ -62,17 +62,12 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
     return waits
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, config, zero, names",
-    [
-        ("fp16", {}, {}, ("NIG", "IIG")),
-        # The scale of torch's scaler is on the device; each message in four bits needs it.
-        *deep(
-            ("fp32", {"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"zeropp_loco_param": {}}, ("IIG",))
-        ),
-        *deep(("fp16", {}, {}, (*REPLICATED, *PARTITIONED))),
-    ],
-    ids=by_strategies,
+    ("fp16", {}, {}, ("NIG", "IIG")),
+    # The scale of torch's scaler is on the device; each message in four bits needs it.
+    *deep(("fp32", {"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"zeropp_loco_param": {}}, ("IIG",))),
+    *deep(("fp16", {}, {}, (*REPLICATED, *PARTITIONED))),
 )
 def test_the_host_waits_only_to_decide_a_step(
     ranks: Any, kernels: bool, dtype: str, config: dict[str, Any], zero: dict[str, Any], names: tuple[str, ...]

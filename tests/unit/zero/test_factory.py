@@ -21,6 +21,7 @@ from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from tests.harness.frozen_models import make_engine
 from tests.harness.logs import is_ours, logged
+from tests.harness.tiers import with_cases
 
 CPU = {"device": "cpu"}
 
@@ -51,16 +52,14 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, An
 }
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, what, zero_init",
-    [
-        ("NIG", "bf16", False),
-        ("NIG", "optimizer offloaded", False),
-        ("III", "bf16, fp32 sums", False),
-        ("IIG", "fp32", True),
-        ("IIG", "offloaded to nothing", False),
-        ("GGG", "parameters offloaded", True),
-    ],
+    ("NIG", "bf16", False),
+    ("NIG", "optimizer offloaded", False),
+    ("III", "bf16, fp32 sums", False),
+    ("IIG", "fp32", True),
+    ("IIG", "offloaded to nothing", False),
+    ("GGG", "parameters offloaded", True),
 )
 def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what: str, zero_init: bool) -> None:
     zero, (p, g, os), config = MODELS[what]
@@ -84,15 +83,13 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     )
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, group, meaning",
-    [
-        ("NIG", 2, None),
-        ("NIG", 4, "one group, so N-I-G is ZeRO-2 here"),
-        ("IIG", 1, "groups of one rank, so I-I-G is ZeRO-1 here"),
-        ("INI", 4, "one group, so I-N-I is G-N-G here"),
-        ("GNG", 1, "groups of one rank"),
-    ],
+    ("NIG", 2, None),
+    ("NIG", 4, "one group, so N-I-G is ZeRO-2 here"),
+    ("IIG", 1, "groups of one rank, so I-I-G is ZeRO-1 here"),
+    ("INI", 4, "one group, so I-N-I is G-N-G here"),
+    ("GNG", 1, "groups of one rank"),
 )
 def test_one_warning_names_the_strategy_and_groups(ranks: Any, name: str, group: int, meaning: str | None) -> None:
     p, g, os = name

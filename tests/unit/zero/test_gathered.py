@@ -20,7 +20,7 @@ from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.zero.sharded.coordinator import _comparing_within, assert_same_in_group
 from tests.harness import networks, training
 from tests.harness.networks import SQUARE
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS, SMALL, Job, placed
 
 RECORDS: dict[str, tuple[list[list[int]], set[int]]] = {  # each rank's order of modules; the ranks that must raise
@@ -155,16 +155,13 @@ ON_HOST = {"offload_param": {"device": "cpu", "pin_memory": False}, "paro_parame
 AHEAD = {"paro_overlap_updates": True, "overlap_comm": True}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, zero, alone",
-    [
-        (("GGG",), {"stage3_param_persistence_threshold": 20}, False),
-        (("IIG",), {}, True),  # with p = I a group needs no other
-        *deep((PARTITIONED, {}, False), (("ING", "IGG"), {}, True), (PARTITIONED, UNITS, False)),
-        *deep((REPLICATED, AHEAD, False), (("ING", "IIG", "IGG"), ON_HOST, False)),
-        *deep((PARTITIONED, {"stage3_param_persistence_threshold": 10**6}, False)),
-    ],
-    ids=by_strategies,
+    (("GGG",), {"stage3_param_persistence_threshold": 20}, False),
+    (("IIG",), {}, True),  # with p = I a group needs no other
+    *deep((PARTITIONED, {}, False), (("ING", "IGG"), {}, True), (PARTITIONED, UNITS, False)),
+    *deep((REPLICATED, AHEAD, False), (("ING", "IIG", "IGG"), ON_HOST, False)),
+    *deep((PARTITIONED, {"stage3_param_persistence_threshold": 10**6}, False)),
 )
 def test_evaluation_reads_updates_and_changes_no_weights(
     ranks: Any, tmp_path: Path, names: Sequence[str], zero: dict[str, Any], alone: bool
@@ -244,19 +241,17 @@ def inference_case(network: Any) -> list[tuple[str, float, bool]]:
 HOST = {"offload_param": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, zero",
-    [
-        (("3", "IIG", "GGG"), {"stage3_param_persistence_threshold": 0}),
-        (("IIG",), {}),
-        *deep(
-            *(
-                (("3", *PARTITIONED), {**zero, "stage3_param_persistence_threshold": 100, "overlap_comm": overlap})
-                for zero in ({}, UNITS, HOST)
-                for overlap in (False, True)
-            )
-        ),
-    ],
+    (("3", "IIG", "GGG"), {"stage3_param_persistence_threshold": 0}),
+    (("IIG",), {}),
+    *deep(
+        *(
+            (("3", *PARTITIONED), {**zero, "stage3_param_persistence_threshold": 100, "overlap_comm": overlap})
+            for zero in ({}, UNITS, HOST)
+            for overlap in (False, True)
+        )
+    ),
 )
 def test_weights_of_autocast_are_read_in_fp32(ranks: Any, tmp_path: Path, names: Sequence[str], zero: Any) -> None:
     for rows in ranks(4).run(autocast_case, str(tmp_path), names, zero):

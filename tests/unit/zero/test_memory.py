@@ -19,7 +19,7 @@ from deepspeed_ext.config.settings import UpdateSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
 from tests.harness import networks, training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import NOTHING_KEPT, PARTITIONED, REPLICATED
 
 BYTES = {"parameter_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12}
@@ -80,14 +80,11 @@ def test_parameters_have_the_size_of_the_trained_dtype(dtype: torch.dtype, each:
     assert model_bytes.states_on_device(engine, [torch.nn.Parameter(torch.zeros(10))]).parameters == 10 * each
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, group, frozen, names",
-    [
-        (6, 3, (1,), REPLICATED),
-        (6, 3, (1,), ("INI", "IIG", "GGG")),
-        *deep((6, 3, (1,), PARTITIONED), (4, 2, (), REPLICATED), (4, 2, (), PARTITIONED)),
-    ],
-    ids=by_strategies,
+    (6, 3, (1,), REPLICATED),
+    (6, 3, (1,), ("INI", "IIG", "GGG")),
+    *deep((6, 3, (1,), PARTITIONED), (4, 2, (), REPLICATED), (4, 2, (), PARTITIONED)),
 )
 def test_sizes_of_model_states_match_the_formula(
     ranks: Any, world: int, group: int, frozen: tuple[int, ...], names: tuple[str, ...]
@@ -135,9 +132,7 @@ def bytes_at_boundary(strategy: Strategy, cluster: GroupSizes, states: ModelStat
     return states.gradients / cluster.shards(Placement.I if strategy.g == Placement.N else strategy.os)
 
 
-@pytest.mark.parametrize(
-    "names", [("IGG",), *deep((("NIG", "NNN", "NGG", "NNG"),), (("IIG", "GGG", "ING"),))], ids=by_strategies
-)
+@with_cases("names", ("IGG",), *deep((("NIG", "NNN", "NGG", "NNG"),), (("IIG", "GGG", "ING"),)))
 @has_mallinfo
 def test_a_step_allocates_only_a_few_buckets(ranks: Any, names: tuple[str, ...]) -> None:
     cluster, states = GroupSizes(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
@@ -175,7 +170,7 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, bool, float
     return rows[1:]
 
 
-@pytest.mark.parametrize("names", [("NIG", "NII", "NNN"), ("IIG", "III", "GNG")], ids=by_strategies)
+@with_cases("names", ("NIG", "NII", "NNN"), ("IIG", "III", "GNG"))
 @has_mallinfo
 @pytest.mark.deep
 def test_muon_allocates_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str, ...]) -> None:
@@ -253,7 +248,7 @@ def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, 
     return rows[1:]
 
 
-@pytest.mark.parametrize("names", [("NNN", "NIG"), ("III", "IIG")], ids=by_strategies)
+@with_cases("names", ("NNN", "NIG"), ("III", "IIG"))
 @pytest.mark.deep
 def test_quantized_updates_keep_only_errors_of_sums(ranks: Any, kernels: bool, names: Any) -> None:
     cases = [*((name, {}) for name in names), ("NIG", {"round_robin_gradients": True})]  # flat, without stripes

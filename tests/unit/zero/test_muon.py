@@ -18,7 +18,7 @@ from deepspeed_ext.zero.matrices import matrices_of, newton_schulz_flops
 from deepspeed_ext.zero.muon import Muon
 from tests.harness import networks, training
 from tests.harness.snapshots import error_of
-from tests.harness.tiers import by_strategies, deep, with_some
+from tests.harness.tiers import deep, with_cases, with_some
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
 
 # Iterations amplify rounding errors in directions in which gradients are small.
@@ -49,15 +49,13 @@ ROWS: dict[str, tuple[int, str, dict[str, Any], dict[str, float]]] = {  # ranks,
 }
 
 
-@pytest.mark.parametrize("row, names", with_some(ROWS, SOME, ALL), ids=by_strategies)
+@with_cases("row, names", *with_some(ROWS, SOME, ALL))
 def test_parity_at_every_cluster_shape_and_option(ranks: Any, row: str, names: tuple[str, ...]) -> None:
     world, stage, details, bounds = ROWS[row]
     run(ranks, muon(**details), names, world, stage, **bounds)
 
 
-@pytest.mark.parametrize(
-    "dtype, names", [("bf16", SOME), ("fp16", OTHERS), *deep(("bf16", ALL), ("fp16", ALL))], ids=by_strategies
-)
+@with_cases("dtype, names", ("bf16", SOME), ("fp16", OTHERS), *deep(("bf16", ALL), ("fp16", ALL)))
 def test_parity_in_16_bits_and_with_overflow(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
     # Parts are sent in bf16, so orthogonalized updates are as inexact as gradients.
     job = muon(dtype=dtype, accumulation=2, overflow=((3, 1),) if dtype == "fp16" else ())
@@ -102,7 +100,7 @@ def unknown_case() -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("names", [("III",), *deep((ALL,))], ids=by_strategies)
+@with_cases("names", ("III",), *deep((ALL,)))
 def test_parity_of_packed_experts_heads_and_kernels(ranks: Any, names: tuple[str, ...]) -> None:
     check(ranks(6).run(matrices_case, names)[0], **BOUNDS)
 
@@ -157,7 +155,7 @@ def fails_in_a_later_round() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("names", [SOME, *deep((ALL,))], ids=by_strategies)
+@with_cases("names", SOME, *deep((ALL,)))
 def test_a_step_that_is_not_applied_keeps_the_momentum(ranks: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(lost_case, names):
         for name, unchanged, raised, weights in rows:
@@ -222,14 +220,12 @@ def compiling_case() -> tuple[int, bool]:
     return counters["frames"]["total"], changed
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "shape, heads, expected",
-    [
-        ((6, 4), None, [(0, (6, 4), None)]),
-        ((6, 3, 2, 2), None, [(0, (6, 12), None)]),  # a kernel is one matrix
-        ((5, 6, 4), None, [(0, (2, 6, 4), None), (48, (2, 6, 4), None), (96, (1, 6, 4), None)]),  # packed experts
-        ((12, 4), 3, [(0, (8, 4), 2), (32, (4, 4), 1)]),
-    ],
+    ((6, 4), None, [(0, (6, 4), None)]),
+    ((6, 3, 2, 2), None, [(0, (6, 12), None)]),  # a kernel is one matrix
+    ((5, 6, 4), None, [(0, (2, 6, 4), None), (48, (2, 6, 4), None), (96, (1, 6, 4), None)]),  # packed experts
+    ((12, 4), 3, [(0, (8, 4), 2), (32, (4, 4), 1)]),
 )
 def test_a_parameter_is_divided_between_matrices(
     shape: tuple[int, ...], heads: int | None, expected: list[tuple[int, tuple[int, ...], int | None]]

@@ -28,7 +28,7 @@ from scripts.emulation.traffic import TrafficMeter
 from tests.harness import outer_oracle, snapshots, training
 from tests.harness.logs import logged
 from tests.harness.outer_oracle import KEY
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import SMALL, Job
 
 ALL = ("NNI", "NII", "INI", "III")
@@ -163,13 +163,11 @@ def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
     assert ranks(4).run(modified_case, ALL[2:]) == [[True] * 2] * 4
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "engine, message",
-    [
-        ({"pipeline_parallelism": True}, "stages of a pipeline .* but with paro_outer_optimizer .* Remove paro_outer"),
-        ({"has_moe_layers": True}, "ranks with the same experts may be in one group.* Remove paro_outer"),
-        ({"sequence_parallel_size": 4}, "4 ranks share a sequence, and groups have 2, .* Set .*paro_group_size to a"),
-    ],
+    ({"pipeline_parallelism": True}, "stages of a pipeline .* but with paro_outer_optimizer .* Remove paro_outer"),
+    ({"has_moe_layers": True}, "ranks with the same experts may be in one group.* Remove paro_outer"),
+    ({"sequence_parallel_size": 4}, "4 ranks share a sequence, and groups have 2, .* Set .*paro_group_size to a"),
     ids=str,
 )
 def test_options_that_need_all_groups_are_refused(engine: dict[str, Any], message: str) -> None:
@@ -192,16 +190,13 @@ NOTHING, A_FLAG = 60, 250  # bytes a step beside barriers, at most, of which som
 PLAIN, STREAMING = {"steps": 3}, {"steps": 4, "fragments": 2, "delay": 1}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, group, bits, outer, dtype, names",
-    [
-        (4, 2, 16, STREAMING, "bf16", ("NNI",)),
-        *deep((4, 2, 4, PLAIN, "fp32", ("NII",)), (4, 2, 8, PLAIN, "fp16", ("INI",))),
-        *deep((6, 2, 4, STREAMING, "fp32", ("NII",)), (4, 2, 32, PLAIN, "fp32", ALL)),
-        *deep((4, 1, 8, STREAMING, "bf16", ALL), (6, 3, 16, PLAIN, "fp32", ALL)),
-        *deep((8, 2, 4, STREAMING, "fp16", ALL)),
-    ],
-    ids=by_strategies,
+    (4, 2, 16, STREAMING, "bf16", ("NNI",)),
+    *deep((4, 2, 4, PLAIN, "fp32", ("NII",)), (4, 2, 8, PLAIN, "fp16", ("INI",))),
+    *deep((6, 2, 4, STREAMING, "fp32", ("NII",)), (4, 2, 32, PLAIN, "fp32", ALL)),
+    *deep((4, 1, 8, STREAMING, "bf16", ALL), (6, 3, 16, PLAIN, "fp32", ALL)),
+    *deep((8, 2, 4, STREAMING, "fp16", ALL)),
 )
 def test_groups_receive_only_the_fragments_that_are_due(
     ranks: Any,
@@ -267,9 +262,10 @@ H, DELAY = 4, 2
 STOP = 2 * H  # the step before or after which a group stops: a fragment sent after it is applied DELAY steps later
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, after",
-    [("III", False), *deep(("III", True), ("NII", False), ("NII", True))],
+    ("III", False),
+    *deep(("III", True), ("NII", False), ("NII", True)),
     ids=lambda value: MOMENTS.get(value, value),
 )
 def test_a_slow_group_delays_others_only_at_its_fragment(ranks: Any, name: str, after: bool) -> None:
@@ -368,7 +364,7 @@ def test_only_compressed_changes_have_errors_to_feed_back(bits: bool) -> None:
     assert OuterOptimizer._error_feedback_spans(outer, fragment) == (expected if bits else ())
 
 
-@pytest.mark.parametrize("names", [("NNI", "III"), *deep((("NII", "INI"),))], ids=by_strategies)
+@with_cases("names", ("NNI", "III"), *deep((("NII", "INI"),)))
 def test_another_run_continues_from_the_anchors(ranks: Any, tmp_path: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(elsewhere_case, str(tmp_path), names):
         assert rows == [(name, True, {}, []) for name in names]

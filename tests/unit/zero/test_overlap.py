@@ -9,13 +9,12 @@ import threading
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from tests.harness import networks, training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
 AT_BOUNDARY = ("INI", "ING", "III", "IIG", "GNG", "GIG")
@@ -47,13 +46,10 @@ JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "job, names",
-    [
-        *((job, some) for job, (_, some, _) in JOBS.items() if some),
-        *deep(*((job, every) for job, (*_, every) in JOBS.items())),
-    ],
-    ids=by_strategies,
+    *((job, some) for job, (_, some, _) in JOBS.items() if some),
+    *deep(*((job, every) for job, (*_, every) in JOBS.items())),
 )
 def test_results_with_overlap_are_bitwise_equal(ranks: Any, kernels: bool, job: str, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(bits_case, names, JOBS[job][0]):

@@ -14,16 +14,14 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from tests.harness import networks, parity_table, training
 from tests.harness.networks import SQUARE
 from tests.harness.parity_table import GRADIENT_PATHS, PARTITIONED, REPLICATED
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import BF16, SMALL, Difference, Job, check, placed
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 ALL = (*REPLICATED, *PARTITIONED)
 
 
-@pytest.mark.parametrize(
-    "overlap, names", [(True, ("ING", "IIG", "GGG")), *deep((True, PARTITIONED), (False, PARTITIONED))]
-)
+@with_cases("overlap, names", (True, ("ING", "IIG", "GGG")), *deep((True, PARTITIONED), (False, PARTITIONED)))
 def test_parity_of_a_step_without_gradients(ranks: Any, overlap: bool, names: tuple[str, ...]) -> None:
     # Layer 1 in the first micro-batch of each step only, 2 in the last only, 3 in the first step only; the second step
     # uses nothing.
@@ -65,15 +63,12 @@ def low_precision_case() -> list[Difference]:
         return [training.beside(oracle, name, job, placed(name)) for name in ("NIG", "NGG")]
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, dtype, overlap",
-    [
-        (("NGG",), "fp32", False),
-        (("III",), "bf16", True),
-        *deep((REPLICATED, "bf16", True), (REPLICATED, "fp32", False)),
-        *deep((GRADIENT_PATHS, "bf16", True), (GRADIENT_PATHS, "fp32", False)),
-    ],
-    ids=by_strategies,
+    (("NGG",), "fp32", False),
+    (("III",), "bf16", True),
+    *deep((REPLICATED, "bf16", True), (REPLICATED, "fp32", False)),
+    *deep((GRADIENT_PATHS, "bf16", True), (GRADIENT_PATHS, "fp32", False)),
 )
 def test_two_backwards_at_one_boundary_add_up(ranks: Any, names: tuple[str, ...], dtype: str, overlap: bool) -> None:
     # Stock stage 2 loses the first one in fp32.
@@ -171,27 +166,24 @@ RETURNING = {"network": networks.Returning, "steps": 3}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, details, zero",
-    [
-        (("ING",), WANDERING, {}),
-        # IGG reduces buckets between groups in each micro-step: they must have the same contents in all groups.
-        (("IGG",), {**REORDERING, "steps": 6}, {"reduce_bucket_size": 300, "overlap_comm": True}),  # below a parameter
-        # A bucket is sent again with a later gradient; with overlap, only in the first step.
-        *deep((("IGG",), {**RETURNING, "accumulation": 4}, {"overlap_comm": True})),
-        *deep((("IGG",), RETURNING, {"overlap_comm": False})),
-        # Two dtypes are sent.
-        *deep((("IGG",), {**REORDERING, "config": AUTOCAST}, {"reduce_bucket_size": 300, "overlap_comm": False})),
-        *deep(
-            (
-                ("IGG",),
-                {**REORDERING, "groups": 2, "checkpointing": True},
-                {"reduce_bucket_size": 1000, "overlap_comm": True},
-            )
-        ),
-        *deep((("INI", "III", "IIG", "IGG"), WANDERING, {}), (("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
-    ],
-    ids=by_strategies,
+    (("ING",), WANDERING, {}),
+    # IGG reduces buckets between groups in each micro-step: they must have the same contents in all groups.
+    (("IGG",), {**REORDERING, "steps": 6}, {"reduce_bucket_size": 300, "overlap_comm": True}),  # below a parameter
+    # A bucket is sent again with a later gradient; with overlap, only in the first step.
+    *deep((("IGG",), {**RETURNING, "accumulation": 4}, {"overlap_comm": True})),
+    *deep((("IGG",), RETURNING, {"overlap_comm": False})),
+    # Two dtypes are sent.
+    *deep((("IGG",), {**REORDERING, "config": AUTOCAST}, {"reduce_bucket_size": 300, "overlap_comm": False})),
+    *deep(
+        (
+            ("IGG",),
+            {**REORDERING, "groups": 2, "checkpointing": True},
+            {"reduce_bucket_size": 1000, "overlap_comm": True},
+        )
+    ),
+    *deep((("INI", "III", "IIG", "IGG"), WANDERING, {}), (("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
 )
 def test_groups_may_use_modules_in_different_orders(
     ranks: Any, names: tuple[str, ...], details: dict[str, Any], zero: dict[str, Any]
@@ -208,14 +200,12 @@ CACHED = {**HOST, "paro_parameter_cache_bytes": 3000}
 OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "details, zero",
-    [
-        ({"frozen": (1,), "accumulation": 2, "zero_init": "config"}, HOST),
-        ({"skipped": ((1, 1), (2, 1)), "accumulation": 2}, CACHED),
-        *deep(({"optimizer": "Adam"}, {**CACHED, **OPTIMIZER})),
-        *deep(({"optimizer": "Adam"}, {"offload_param": {"device": "cpu", "pin_memory": False}, **OPTIMIZER})),
-    ],
+    ({"frozen": (1,), "accumulation": 2, "zero_init": "config"}, HOST),
+    ({"skipped": ((1, 1), (2, 1)), "accumulation": 2}, CACHED),
+    *deep(({"optimizer": "Adam"}, {**CACHED, **OPTIMIZER})),
+    *deep(({"optimizer": "Adam"}, {"offload_param": {"device": "cpu", "pin_memory": False}, **OPTIMIZER})),
     ids=str,
 )
 def test_parity_of_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from deepspeed_ext.zero.saved_states import keep_state_dtypes
 from tests.harness import training
 from tests.harness.parity_table import PARAMETER_PATHS
 from tests.harness.snapshots import error_of
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS, placed
 
 
@@ -41,13 +41,11 @@ def another_size_case() -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, optimizer, names",
-    [
-        ("fp32", "SGD", ("NIG", "GNG")),
-        ("bf16", "Muon", ("IIG",)),
-        *deep(("fp32", "SGD", ("NNG", *PARAMETER_PATHS)), ("bf16", "SGD", PARTITIONED)),
-    ],
+    ("fp32", "SGD", ("NIG", "GNG")),
+    ("bf16", "Muon", ("IIG",)),
+    *deep(("fp32", "SGD", ("NNG", *PARAMETER_PATHS)), ("bf16", "SGD", PARTITIONED)),
 )
 def test_states_may_be_offloaded_between_micro_steps(
     ranks: Any, dtype: str, optimizer: str, names: tuple[str, ...]
@@ -179,12 +177,10 @@ def stateless_case() -> list[str]:
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, dtype, zero",
-    [
-        pytest.param(("NNG", "NIG", "ING", "GGG"), "fp32", {}, marks=pytest.mark.quick),
-        *deep(*itertools.product((REPLICATED, PARTITIONED), ("fp32", "bf16"), ({}, OFFLOAD))),
-    ],
+    pytest.param(("NNG", "NIG", "ING", "GGG"), "fp32", {}, marks=pytest.mark.quick),
+    *deep(*itertools.product((REPLICATED, PARTITIONED), ("fp32", "bf16"), ({}, OFFLOAD))),
 )
 def test_accessors_and_steps_read_the_values_that_were_set(
     ranks: Any, names: tuple[str, ...], dtype: str, zero: Any
