@@ -41,7 +41,7 @@ import pytest
 
 from scripts.emulation.launching import free_port
 from tests.harness import recorder
-from tests.harness.rank_process import Finished, Raised, RankSlot, serve
+from tests.harness.rank_process import Finished, Raised, RankSlot, run_each, serve
 
 # What every fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, and with it
 # a thousand modules of torch's compiler.
@@ -131,6 +131,10 @@ class Ranks:
             pytest.skip.Exception: all ranks called ``pytest.skip``.
         """
         return [answer.value for answer in self._call(_case(fn, args, kwargs), Finished, timeout)]
+
+    def each(self, fn: Callable[..., Any], items: Iterable[Any], *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Run ``fn(item, *args, **kwargs)`` for each item, in one case; return items with results, rank by rank."""
+        return [row for rows in self.run(run_each, fn, tuple(items), args, kwargs) for row in rows]
 
     def run_expect_error(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Raised]:
         """Run ``fn``, which must raise on every rank, and return the error of each; the ranks stay alive.

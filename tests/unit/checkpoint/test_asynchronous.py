@@ -71,43 +71,38 @@ def twins_case(folder: str, name: str, model: str, dtype: str, zero: dict[str, A
 
 @pytest.mark.parametrize("names", [("NII", "IIG"), *deep((ALL,))])
 def test_snapshots_reuse_host_memory(ranks: Any, names: tuple[str, ...]) -> None:
-    for rank, rows in enumerate(ranks(4).run(memory_case, names)):
-        for name, retained, written, addresses, more in rows:
-            wrote = {"N": 1, "I": 2, "G": 4}[name[2]] > rank  # others have replicas
-            assert retained[0] <= written <= 1.02 * retained[0] + 30_000 * wrote, (name, retained)
-            assert (retained[0] > 0) == wrote, (name, retained)
-            assert retained == [retained[0]] * 3 and addresses == 1, (name, retained, addresses)
-            provided = 4000 * (wrote and (rank == 0 or name[0] != "N"))  # in the file of weights, which not all have
-            assert more == [retained[0] + provided, retained[0]], (name, retained, more)
+    for name, (rank, retained, written, addresses, more) in ranks(4).each(memory_case, names):
+        wrote = {"N": 1, "I": 2, "G": 4}[name[2]] > rank  # others have replicas
+        assert retained[0] <= written <= 1.02 * retained[0] + 30_000 * wrote, (name, retained)
+        assert (retained[0] > 0) == wrote, (name, retained)
+        assert retained == [retained[0]] * 3 and addresses == 1, (name, retained, addresses)
+        provided = 4000 * (wrote and (rank == 0 or name[0] != "N"))  # in the file of weights, which not all have
+        assert more == [retained[0] + provided, retained[0]], (name, retained, more)
 
 
-def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, list[int]]]:
-    """Return of three saves bytes of host memory, bytes of files, and how many sets of addresses there were; bytes of
-    host memory after a larger save and the next one."""
+def memory_case(name: str) -> tuple[int, list[int], int, int, list[int]]:
+    """Return this rank; of three saves bytes of host memory, bytes of files, and the number of sets of addresses;
+    bytes of host memory after a larger save and the next one."""
     job = training.Job(sizes=(128, 512, 256), optimizer="Adam", empty=False, config=saves.ASIDE)
-    rows = []
-    for name in names:
-        engine, _ = training.make_engine(job, placed(name))
-        snapshots.run(engine, job, snapshots.steps_of(job, 1))
-        files = engine.checkpoint_engine
-        buffers, write, paths = files.async_saves.buffers, files.write, set[str]()
-        files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
-        with tempfile.TemporaryDirectory() as own:
-            shared = [own]
-            dist.broadcast_object_list(shared, 0)
-            folder, retained, addresses = Path(shared[0]), [], set()
-            for extra in ({}, {}, {}, {"more": torch.zeros(1000)}, {}):  # the last frees what the larger one had
-                engine.save_checkpoint(folder, "tag", extra)
-                files.finish()
-                retained.append(buffers.nbytes)
-                if len(retained) == 3:
-                    written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
-                if len(retained) <= 3:
-                    addresses.add(tuple(sorted(item.data_ptr() for group in buffers._free.values() for item in group)))
-            dist.barrier()
-        rows.append((name, retained[:3], written, len(addresses), retained[3:]))
-        engine.destroy()
-    return rows
+    engine, _ = training.make_engine(job, placed(name))
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    files = engine.checkpoint_engine
+    buffers, write, paths = files.async_saves.buffers, files.write, set[str]()
+    files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared, 0)
+        folder, retained, addresses = Path(shared[0]), [], set()
+        for extra in ({}, {}, {}, {"more": torch.zeros(1000)}, {}):  # the last frees what the larger one had
+            engine.save_checkpoint(folder, "tag", extra)
+            files.finish()
+            retained.append(buffers.nbytes)
+            if len(retained) == 3:
+                written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
+            if len(retained) <= 3:
+                addresses.add(tuple(sorted(item.data_ptr() for group in buffers._free.values() for item in group)))
+        dist.barrier()
+    return dist.get_rank(), retained[:3], written, len(addresses), retained[3:]
 
 
 def test_a_snapshot_copies_the_content_of_each_file(ranks: Any) -> None:

@@ -127,34 +127,30 @@ MISFITS: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 def test_differently_sharded_states_are_refused(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(misfits_case, str(tmp_path)):
-        for (saved, loaded, _, reason), (message, changed) in zip(MISFITS, rows, strict=True):
-            assert message.startswith("CheckpointError: rank 0: ") and reason in message, message
-            if saved != loaded:
-                assert f"saved with paro_strategy {hyphenate(saved)} in groups of 2, by 4 ranks" in message, message
-                assert f"loaded with paro_strategy {hyphenate(loaded)} in groups of 2, by 4 ranks" in message, message
-                assert "python -m deepspeed_ext convert" in message
-            assert not changed
+    for (saved, loaded, _, reason), (message, changed) in ranks(4).each(misfits_case, MISFITS, str(tmp_path)):
+        assert message.startswith("CheckpointError: rank 0: ") and reason in message, message
+        if saved != loaded:
+            assert f"saved with paro_strategy {hyphenate(saved)} in groups of 2, by 4 ranks" in message, message
+            assert f"loaded with paro_strategy {hyphenate(loaded)} in groups of 2, by 4 ranks" in message, message
+            assert "python -m deepspeed_ext convert" in message
+        assert not changed
 
 
-def misfits_case(folder: str) -> list[tuple[str, bool]]:
-    """Return the error of each load, of the class that scripts catch with stock, and whether a weight changed."""
-    job, rows = training.Job(empty=False), []
-    for saved, loaded, keys, _ in MISFITS:
-        if not Path(folder, saved).exists():
-            engine, _ = training.make_engine(job, placed(saved))
-            snapshots.run(engine, job, snapshots.steps_of(job, 1))
-            engine.save_checkpoint(f"{folder}/{saved}")
-            engine.destroy()
-        engine, model = training.make_engine(job, placed(loaded, **keys))
-        before, message = training.whole_weights(model), ""
-        try:
-            engine.load_checkpoint(f"{folder}/{saved}")
-        except ZeRORuntimeException as error:
-            message = f"{type(error).__name__}: {error}"
-        rows.append((message, bool((training.whole_weights(model) - before).any())))
+def misfits_case(misfit: tuple[Any, ...], folder: str) -> tuple[str, bool]:
+    """Return the error of a load, of the class that scripts catch with stock, and whether a weight changed."""
+    job, (saved, loaded, keys, _) = training.Job(empty=False), misfit
+    if not Path(folder, saved).exists():
+        engine, _ = training.make_engine(job, placed(saved))
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        engine.save_checkpoint(f"{folder}/{saved}")
         engine.destroy()
-    return rows
+    engine, model = training.make_engine(job, placed(loaded, **keys))
+    before, message = training.whole_weights(model), ""
+    try:
+        engine.load_checkpoint(f"{folder}/{saved}")
+    except ZeRORuntimeException as error:
+        message = f"{type(error).__name__}: {error}"
+    return message, bool((training.whole_weights(model) - before).any())
 
 
 def test_another_model_is_refused(ranks: Any, tmp_path: Path) -> None:

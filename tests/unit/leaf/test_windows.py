@@ -169,15 +169,14 @@ def test_16_bits_and_overflow(ranks: Any, dtype: str, digits: int) -> None:
 
 
 def test_peak_of_gathered_elements_and_bytes_sent(ranks: Any) -> None:
-    for rows in ranks(4).run(measured_case):
-        for strategy, most, predicted, two, ours, unwindowed in rows:
-            assert two == most == predicted, (strategy, most, predicted)
-            assert ours["inter"] == unwindowed["inter"], strategy
-            # A piece of a window is not padded, as a chunk is.
-            assert ours["intra"] == pytest.approx(unwindowed["intra"], rel=0.02), strategy
+    for strategy, (most, predicted, two, ours, unwindowed) in ranks(4).each(measured_case, ("IIG", "GGG")):
+        assert two == most == predicted, (strategy, most, predicted)
+        assert ours["inter"] == unwindowed["inter"], strategy
+        # A piece of a window is not padded, as a chunk is.
+        assert ours["intra"] == pytest.approx(unwindowed["intra"], rel=0.02), strategy
 
 
-def measured_case() -> list[Any]:
+def measured_case(strategy: str) -> Any:
     """Return for strategies: the elements gathered at a time, their prediction, and those of two windows; and the
     bytes that this rank receives in two steps with windows, and without."""
     tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
@@ -190,25 +189,23 @@ def measured_case() -> list[Any]:
         counted[hop] = counted.get(hop, 0) + arriving
         return start(group, received, sent, name)
 
-    job, rows = job_of(mixtures.Packed), []
-    for strategy in ("IIG", "GGG"):
-        most, traffic = [], []
-        for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
-            engine, _ = training.make_engine(replace(job, zero=tight), training.placed(strategy, **keys))
-            counted.clear()
-            with mock.patch.object(collectives, "pairwise_all_to_all", count):
-                for x, y in (batch for batch, _ in zip(training.batches(job), range(2), strict=False)):
-                    engine.backward(((engine(x) - y) ** 2).mean())
-                    engine.step()
-                engine.optimizer.drain_parameters()
-            traffic.append(dict(counted))
-            most.append(engine.optimizer.gathers["dense"].live.peak)
-            engine.destroy()
-        plain = mixtures.Packed((13, 7))
-        choices = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
-        predicted = predicted_live(choices, plain, LiveLimits(10**9, 0, 0, 0))
-        rows.append((strategy, most[0], predicted, 2 * 2 * 273, *traffic))
-    return rows
+    job = job_of(mixtures.Packed)
+    most, traffic = [], []
+    for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
+        engine, _ = training.make_engine(replace(job, zero=tight), training.placed(strategy, **keys))
+        counted.clear()
+        with mock.patch.object(collectives, "pairwise_all_to_all", count):
+            for x, y in (batch for batch, _ in zip(training.batches(job), range(2), strict=False)):
+                engine.backward(((engine(x) - y) ** 2).mean())
+                engine.step()
+            engine.optimizer.drain_parameters()
+        traffic.append(dict(counted))
+        most.append(engine.optimizer.gathers["dense"].live.peak)
+        engine.destroy()
+    plain = mixtures.Packed((13, 7))
+    choices = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
+    predicted = predicted_live(choices, plain, LiveLimits(10**9, 0, 0, 0))
+    return most[0], predicted, 2 * 2 * 273, *traffic
 
 
 @since(transformers="5.0")

@@ -189,13 +189,12 @@ CHANGES = {
 def test_changes_from_outside_are_sent_unencoded(
     ranks: Any, change: str, names: tuple[str, ...], tmp_path: Any
 ) -> None:
-    for distances in ranks(4).run(change_case, change, names, str(tmp_path)):
-        for name, (before, after, equal) in distances.items():
-            assert before > 0, name  # or it would not show
-            assert after == 0 and equal, (name, after)
+    for name, (before, after, equal) in ranks(4).each(change_case, names, change, str(tmp_path)):
+        assert before > 0, name  # or it would not show
+        assert after == 0 and equal, (name, after)
 
 
-def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, tuple[float, float, bool]]:
+def change_case(name: str, change: str, folder: str) -> tuple[float, float, bool]:
     """Return the largest distance of parameters to the optimizer's weights on any rank, before the change and one step
     after it, and whether replicas are equal then."""
 
@@ -207,23 +206,19 @@ def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, t
         return distance.item()
 
     # Sizes that allow DeepSpeed to set a rank's part.
-    job, rows = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False), {}
-    for name in names:
-        key = {"resync_T": 3} if change == "every so many" else {}
-        engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
-        data = training.batches(job)
-        for number in range(2):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
-        before = distance(engine)
-        _change(change, engine, model, folder, job, data)
-        if change != "load_checkpoint":
-            training.micro_step(engine, job, 2, *next(data))
-            engine.step()
-        after = distance(engine)
-        rows[name] = before, after, training.replicas_equal(training.whole_weights(model))
-        engine.destroy()
-    return rows
+    job = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False)
+    key = {"resync_T": 3} if change == "every so many" else {}
+    engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
+    data = training.batches(job)
+    for number in range(2):
+        training.micro_step(engine, job, number, *next(data))
+        engine.step()
+    before = distance(engine)
+    _change(change, engine, model, folder, job, data)
+    if change != "load_checkpoint":
+        training.micro_step(engine, job, 2, *next(data))
+        engine.step()
+    return before, distance(engine), training.replicas_equal(training.whole_weights(model))
 
 
 def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: Any) -> None:

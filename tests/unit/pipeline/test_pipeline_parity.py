@@ -181,18 +181,12 @@ def tensor_parallel_case() -> list[Any]:
 
 
 def test_evaluation_between_steps(ranks: Any) -> None:
-    for losses in ranks(4).run(evaluation_case):
-        assert losses["NIG"] == losses["1"] and losses["IIG"] == losses["1"], losses
+    (_, stock), *answers = ranks(4).each(evaluation_case, ("1", "NIG", "IIG"))
+    assert all(losses == stock for _, losses in answers), (stock, answers)
 
 
-def evaluation_case() -> dict[str, list[float]]:
+def evaluation_case(name: str) -> list[float]:
     """Return losses of alternating training and evaluation."""
-    losses_by_engine = {}
-    for name in ("1", "NIG", "IIG"):
-        engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1))
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
-        losses_by_engine[name] = []
-        for _ in range(2):
-            losses_by_engine[name] += [round(float(run(data)), 5) for run in (engine.train_batch, engine.eval_batch)]
-        engine.destroy()
-    return losses_by_engine
+    engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1))
+    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    return [round(float(run(data)), 5) for run in (engine.train_batch, engine.eval_batch) * 2]

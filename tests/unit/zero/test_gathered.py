@@ -166,14 +166,11 @@ AHEAD = {"paro_overlap_updates": True, "overlap_comm": True}
 def test_evaluation_reads_updates_and_changes_no_weights(
     ranks: Any, tmp_path: Path, names: Sequence[str], zero: dict[str, Any], alone: bool
 ) -> None:
-    for rows in ranks(4).run(evaluation_case, names, zero, alone, str(tmp_path)):
-        for name, from_masters, from_stock in rows:
-            assert from_masters == 0.0 and from_stock <= 1e-6, (name, from_masters, from_stock)
+    for name, (from_masters, from_stock) in ranks(4).each(evaluation_case, names, zero, alone, str(tmp_path)):
+        assert from_masters == 0.0 and from_stock <= 1e-6, (name, from_masters, from_stock)
 
 
-def evaluation_case(
-    names: Sequence[str], zero: dict[str, Any], alone: bool, folder: str
-) -> list[tuple[str, float, float]]:
+def evaluation_case(name: str, zero: dict[str, Any], alone: bool, folder: str) -> tuple[float, float]:
     """Evaluate under ``torch.inference_mode()``, whose tensors autograd rejects, before the first micro-step and after
     each; return the distance of outputs from outputs of the fp32 weights, and of trained weights from stock's.
 
@@ -184,58 +181,50 @@ def evaluation_case(
     job = Job(SQUARE, False, 2, 2, network=networks.Shared, zero={**SMALL, **zero})
     undisturbed = training.train(job, {"stage": 3}).weights
     full_model = networks.Shared(SQUARE, empty=False)
-    rows = []
-    for name in names:
-        engine, model = training.make_engine(job, placed(name))
-        data, probe, from_masters = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
-        for number in range(-1, 4):
-            if number >= 0:
-                training.micro_step(engine, job, number, *next(data))
-                engine.step()
-            if alone and dist.get_rank() >= 2:
-                continue
-            engine.eval()
-            with torch.inference_mode():
-                outputs = [engine(probe * i) for i in range(1, 4)]
-                training.whole_weights(model)
-                if number == 1 and not alone:
-                    engine.save_checkpoint(f"{folder}/{name}")
-                    engine.load_checkpoint(f"{folder}/{name}")
-            with torch.no_grad():
-                weights = training.whole_weights(model)
-                if not alone:
-                    weights = torch.cat([safe_get_full_fp32_param(p).flatten() for p in model.parameters()])
-                torch.nn.utils.vector_to_parameters(weights, full_model.parameters())
-                for i, output in enumerate(outputs, 1):
-                    from_masters = max(from_masters, (output - full_model(probe * i)).abs().max().item())
-            engine.train()
-        rows.append((name, from_masters, (training.whole_weights(model) - undisturbed).abs().max().item()))
-        engine.destroy()
-    return rows
+    engine, model = training.make_engine(job, placed(name))
+    data, probe, from_masters = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
+    for number in range(-1, 4):
+        if number >= 0:
+            training.micro_step(engine, job, number, *next(data))
+            engine.step()
+        if alone and dist.get_rank() >= 2:
+            continue
+        engine.eval()
+        with torch.inference_mode():
+            outputs = [engine(probe * i) for i in range(1, 4)]
+            training.whole_weights(model)
+            if number == 1 and not alone:
+                engine.save_checkpoint(f"{folder}/{name}")
+                engine.load_checkpoint(f"{folder}/{name}")
+        with torch.no_grad():
+            weights = training.whole_weights(model)
+            if not alone:
+                weights = torch.cat([safe_get_full_fp32_param(p).flatten() for p in model.parameters()])
+            torch.nn.utils.vector_to_parameters(weights, full_model.parameters())
+            for i, output in enumerate(outputs, 1):
+                from_masters = max(from_masters, (output - full_model(probe * i)).abs().max().item())
+        engine.train()
+    return from_masters, (training.whole_weights(model) - undisturbed).abs().max().item()
 
 
 @pytest.mark.parametrize("network", [networks.Tangled, *deep(networks.Shared)], ids=lambda network: network.__name__)
 def test_inference_without_an_optimizer_matches_the_model(ranks: Any, network: Any) -> None:
-    assert ranks(4).run(inference_case, network) == [[(name, 0.0, True) for name in PARTITIONED]] * 4
+    assert ranks(4).each(inference_case, PARTITIONED, network) == [(name, (0.0, True)) for name in PARTITIONED] * 4
 
 
-def inference_case(network: Any) -> list[tuple[str, float, bool]]:
+def inference_case(name: str, network: Any) -> tuple[float, bool]:
     """Return the distance of outputs from the plain model's, and whether its parameters were sharded."""
     torch.manual_seed(7)
     plain = network(SQUARE, empty=False)
-    rows = []
-    for name in PARTITIONED:
-        model = copy.deepcopy(plain)
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": placed(name, **SMALL)}
-        engine, *_ = deepspeed.initialize(model=model, config=config)
-        engine.eval()
-        cut = all(p.numel() == 0 for p in model.parameters())
-        with torch.no_grad():
-            inputs = [torch.full((3, SQUARE[0]), i / 4) for i in range(3)]
-            gap = max((engine(x) - plain(x)).abs().max().item() for x in inputs)
-        rows.append((name, gap, cut))
-        engine.destroy()
-    return rows
+    model = copy.deepcopy(plain)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": placed(name, **SMALL)}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.eval()
+    cut = all(p.numel() == 0 for p in model.parameters())
+    with torch.no_grad():
+        inputs = [torch.full((3, SQUARE[0]), i / 4) for i in range(3)]
+        gap = max((engine(x) - plain(x)).abs().max().item() for x in inputs)
+    return gap, cut
 
 
 HOST = {"offload_param": {"device": "cpu"}}
@@ -254,15 +243,14 @@ HOST = {"offload_param": {"device": "cpu"}}
     ),
 )
 def test_weights_of_autocast_are_read_in_fp32(ranks: Any, tmp_path: Path, names: Sequence[str], zero: Any) -> None:
-    for rows in ranks(4).run(autocast_case, str(tmp_path), names, zero):
-        for name, apart in rows:
-            if name == "3":  # parameters that stay gathered are rounded: of the last module, and persistent ones
-                del apart["backward 0"], apart["backward 1"], apart["evaluation"]
-            wrong = {reader: distance for reader, distance in apart.items() if distance}
-            assert {"new", "step 1", "export"} <= apart.keys() and not wrong, (name, wrong)
+    for name, apart in ranks(4).each(autocast_case, names, str(tmp_path), zero):
+        if name == "3":  # parameters that stay gathered are rounded: of the last module, and persistent ones
+            del apart["backward 0"], apart["backward 1"], apart["evaluation"]
+        wrong = {reader: distance for reader, distance in apart.items() if distance}
+        assert {"new", "step 1", "export"} <= apart.keys() and not wrong, (name, wrong)
 
 
-def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[str, dict[str, float]]]:
+def autocast_case(name: str, folder: str, zero: Any) -> dict[str, float]:
     """Return for each reader its distance from the optimizer's weights; infinite if it does not return fp32."""
     save = {"stage3_gather_16bit_weights_on_model_save": True}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -279,26 +267,22 @@ def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[st
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=modifier):
             return {key: param.detach().clone() for key, param in model.named_parameters()}
 
-    rows = []
-    for name in names:
-        keys = {key: value for key, value in zero.items() if name != "3" or key not in UNITS}
-        engine, model = training.make_engine(job, placed(name, **keys))
-        data, apart = training.batches(job), {"new": compare(gathered(modifier=0))}
-        for number in range(2):
-            training.micro_step(engine, job, number, *next(data))
-            apart[f"backward {number}"] = compare(gathered())
-            engine.step()
-            apart[f"step {number}"] = compare(gathered(modifier=0))
-        engine.eval()
-        with torch.no_grad():
-            engine(next(data)[0])
-        apart["evaluation"] = compare(gathered())
-        apart["state dict"] = compare(engine._zero3_consolidated_16bit_state_dict())
-        engine.save_16bit_model(folder, f"{name}.bin")
-        deepspeed_ext.export_weights(engine, f"{folder}/{name}")
-        dist.barrier()
-        apart["16 bits"] = compare(torch.load(f"{folder}/{name}.bin"))
-        apart["export"] = compare(load_file(f"{folder}/{name}/model.safetensors"))
-        rows.append((name, apart))
-        engine.destroy()
-    return rows
+    keys = {key: value for key, value in zero.items() if name != "3" or key not in UNITS}
+    engine, model = training.make_engine(job, placed(name, **keys))
+    data, apart = training.batches(job), {"new": compare(gathered(modifier=0))}
+    for number in range(2):
+        training.micro_step(engine, job, number, *next(data))
+        apart[f"backward {number}"] = compare(gathered())
+        engine.step()
+        apart[f"step {number}"] = compare(gathered(modifier=0))
+    engine.eval()
+    with torch.no_grad():
+        engine(next(data)[0])
+    apart["evaluation"] = compare(gathered())
+    apart["state dict"] = compare(engine._zero3_consolidated_16bit_state_dict())
+    engine.save_16bit_model(folder, f"{name}.bin")
+    deepspeed_ext.export_weights(engine, f"{folder}/{name}")
+    dist.barrier()
+    apart["16 bits"] = compare(torch.load(f"{folder}/{name}.bin"))
+    apart["export"] = compare(load_file(f"{folder}/{name}/model.safetensors"))
+    return apart

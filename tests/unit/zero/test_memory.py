@@ -89,34 +89,27 @@ def test_parameters_have_the_size_of_the_trained_dtype(dtype: torch.dtype, each:
 def test_sizes_of_model_states_match_the_formula(
     ranks: Any, world: int, group: int, frozen: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
-    for rows in ranks(world).run(memory_case, names, group, frozen):
-        for name, states, memory, after_step in rows:
-            expected = STRATEGIES[name].memory(GroupSizes(world, group), states)
-            assert memory.parameters == pytest.approx(expected.parameters, rel=0.05), name
-            assert memory.gradients == pytest.approx(expected.gradients, rel=0.05), name
-            assert memory.optimizer == pytest.approx(expected.optimizer, rel=0.05), name
-            # After the step there are none; with ZeRO-3's flat buffer no more than are in use.
-            strategy = STRATEGIES[name]
-            last = strategy.os if strategy.g == Placement.N else strategy.g
-            buffer = states.gradients / GroupSizes(world, group).shards(last) if strategy.stage == 3 else 0
-            assert after_step == pytest.approx(buffer, rel=0.05), name
+    for name, (states, memory, after_step) in ranks(world).each(memory_case, names, group, frozen):
+        expected = STRATEGIES[name].memory(GroupSizes(world, group), states)
+        assert memory.parameters == pytest.approx(expected.parameters, rel=0.05), name
+        assert memory.gradients == pytest.approx(expected.gradients, rel=0.05), name
+        assert memory.optimizer == pytest.approx(expected.optimizer, rel=0.05), name
+        # After the step there are none; with ZeRO-3's flat buffer no more than are in use.
+        strategy = STRATEGIES[name]
+        last = strategy.os if strategy.g == Placement.N else strategy.g
+        buffer = states.gradients / GroupSizes(world, group).shards(last) if strategy.stage == 3 else 0
+        assert after_step == pytest.approx(buffer, rel=0.05), name
 
 
-def memory_case(
-    names: tuple[str, ...], group: int, frozen: tuple[int, ...]
-) -> list[tuple[str, ModelStates, StateBytes, float]]:
+def memory_case(name: str, group: int, frozen: tuple[int, ...]) -> tuple[ModelStates, StateBytes, float]:
     """Return for each strategy the states, bytes on this rank within an accumulation, and gradients after a step."""
-    rows = []
-    for name in names:
-        engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NOTHING_KEPT)
-        micro_step(False)
-        numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
-        states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
-        between = model_bytes.measure_state_bytes(engine)
-        micro_step(True)
-        rows.append((name, states, between, model_bytes.measure_state_bytes(engine).gradients))
-        engine.destroy()
-    return rows
+    engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NOTHING_KEPT)
+    micro_step(False)
+    numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
+    states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
+    between = model_bytes.measure_state_bytes(engine)
+    micro_step(True)
+    return states, between, model_bytes.measure_state_bytes(engine).gradients
 
 
 def bytes_at_boundary(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> float:
@@ -254,39 +247,35 @@ def test_quantized_updates_keep_only_errors_of_sums(ranks: Any, kernels: bool, n
     cases = [*((name, {}) for name in names), ("NIG", {"round_robin_gradients": True})]  # flat, without stripes
     cluster, numel, sent = GroupSizes(4, 2), 8 * LAYER, Compression(updates=UpdateSettings())
     shard = numel / cluster.ranks
-    for rows in ranks(4).run(few_bits_case, cases):
-        for (name, zero), growth, after, within in rows:
-            errors = 2 * sent.error_bytes(STRATEGIES[name], cluster, numel)
-            assert within == pytest.approx(errors, rel=0.02), name
-            assert after == pytest.approx(errors / 2, rel=0.02), name
-            assert growth == pytest.approx(after, abs=0.02 * shard), (name, zero)
+    for (name, zero), (growth, after, within) in ranks(4).each(few_bits_case, cases):
+        errors = 2 * sent.error_bytes(STRATEGIES[name], cluster, numel)
+        assert within == pytest.approx(errors, rel=0.02), name
+        assert after == pytest.approx(errors / 2, rel=0.02), name
+        assert growth == pytest.approx(after, abs=0.02 * shard), (name, zero)
 
 
-def few_bits_case(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Any, float, int, int]]:
+def few_bits_case(case: tuple[str, dict[str, Any]]) -> tuple[float, int, int]:
     """Return the bytes that the key adds between steps, and the bytes of errors of sums, then and within a step."""
-    rows = []
-    for name, zero in cases:
-        bytes_taken = []
-        for keys in ({}, {"paro_quantized_updates": {}}):
-            before = bytes_of_tensors()
-            zero_keys = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, **NOTHING_KEPT, **zero, **keys}
-            engine, micro_step = start_engine(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
-            errors, within = engine.optimizer.families["dense"].reduce.inter.sums.errors, []
-            nbytes = getattr(errors, "nbytes", lambda: 0)
+    (name, zero), bytes_taken = case, []
+    for keys in ({}, {"paro_quantized_updates": {}}):
+        before = bytes_of_tensors()
+        zero_keys = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, **NOTHING_KEPT, **zero, **keys}
+        engine, micro_step = start_engine(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
+        errors, within = engine.optimizer.families["dense"].reduce.inter.sums.errors, []
+        nbytes = getattr(errors, "nbytes", lambda: 0)
 
-            def noting(*args: Any, step: Any = engine.optimizer.step, nbytes: Any = nbytes, at: Any = within) -> Any:
-                at.append(nbytes())
-                return step(*args)
+        def noting(*args: Any, step: Any = engine.optimizer.step, nbytes: Any = nbytes, at: Any = within) -> Any:
+            at.append(nbytes())
+            return step(*args)
 
-            engine.optimizer.step = noting
-            for _ in range(2):
-                micro_step(True)
-            bytes_taken.append(bytes_of_tensors() - before)
-            after = nbytes()
-            engine.destroy()
-            del engine, micro_step, errors, nbytes, noting
-        rows.append(((name, zero), bytes_taken[1] - bytes_taken[0], after, within[-1]))
-    return rows
+        engine.optimizer.step = noting
+        for _ in range(2):
+            micro_step(True)
+        bytes_taken.append(bytes_of_tensors() - before)
+        after = nbytes()
+        engine.destroy()
+        del engine, micro_step, errors, nbytes, noting
+    return bytes_taken[1] - bytes_taken[0], after, within[-1]
 
 
 def bytes_of_tensors() -> int:

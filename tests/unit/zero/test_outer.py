@@ -4,7 +4,6 @@
 
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -110,57 +109,49 @@ def trained_case(names: tuple[str, ...], outer: dict[str, Any]) -> list[list[flo
     return [training.train(MUON, training.placed(name, 2, **outer)).weights.tolist() for name in names]
 
 
-def set_case(names: tuple[str, ...]) -> list[Any]:
+def set_case(name: str) -> tuple[Any, ...]:
     """Set weights after two of three inner steps; return what the anchors and later steps have, and the error of a
     step of outer weights."""
-    rows = []
-    for name in names:
-        outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False, "fragments": 2}
-        engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: outer}))
-        batches = snapshots.steps_of(JOB, 3)
-        snapshots.run(engine, JOB, batches[:2])
-        with engine.optimizer.outer.use_outer_weights():
-            before = _weights(engine, model)
-            error = snapshots.error_of(engine.step)
-        param = dict(model.named_parameters())["layers.1.weight"]
-        value = torch.full(getattr(param, "ds_shape", param.shape), 0.25)
-        safe_set_full_fp32_param(param, value)
-        with engine.optimizer.outer.use_outer_weights():
-            anchors = _weights(engine, model)
-        changed = [key for key in anchors if not torch.equal(anchors[key], before[key])]
-        equal = torch.equal(anchors["layers.1.weight"], value)
-        snapshots.run(engine, JOB, batches[2:])
-        after = _weights(engine, model)
-        with engine.optimizer.outer.use_outer_weights():
-            agreed = torch.cat([values.flatten() for values in _weights(engine, model).values()])
-        together = training.replicas_equal(agreed)
-        near = (after["layers.1.weight"] - value).abs().max().item()  # by a step, not back where it was
-        rows.append((name, changed, equal, together, near < 0.1, "deepspeed_ext.outer_weights" in error))
-        engine.destroy()
-    return rows
+    outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False, "fragments": 2}
+    engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: outer}))
+    batches = snapshots.steps_of(JOB, 3)
+    snapshots.run(engine, JOB, batches[:2])
+    with engine.optimizer.outer.use_outer_weights():
+        before = _weights(engine, model)
+        error = snapshots.error_of(engine.step)
+    param = dict(model.named_parameters())["layers.1.weight"]
+    value = torch.full(getattr(param, "ds_shape", param.shape), 0.25)
+    safe_set_full_fp32_param(param, value)
+    with engine.optimizer.outer.use_outer_weights():
+        anchors = _weights(engine, model)
+    changed = [key for key in anchors if not torch.equal(anchors[key], before[key])]
+    equal = torch.equal(anchors["layers.1.weight"], value)
+    snapshots.run(engine, JOB, batches[2:])
+    after = _weights(engine, model)
+    with engine.optimizer.outer.use_outer_weights():
+        agreed = torch.cat([values.flatten() for values in _weights(engine, model).values()])
+    together = training.replicas_equal(agreed)
+    near = (after["layers.1.weight"] - value).abs().max().item()  # by a step, not back where it was
+    return changed, equal, together, near < 0.1, "deepspeed_ext.outer_weights" in error
 
 
 def test_weights_set_by_a_script_reach_all_groups(ranks: Any) -> None:
-    expected = [(name, ["layers.1.weight"], True, True, True, True) for name in ALL]
-    assert ranks(4).run(set_case, ALL) == [expected] * 4
+    expected = [(name, (["layers.1.weight"], True, True, True, True)) for name in ALL]
+    assert ranks(4).each(set_case, ALL) == expected * 4
 
 
-def modified_case(names: tuple[str, ...]) -> list[bool]:
+def modified_case(name: str) -> bool:
     """Whether a modification on one rank reaches all groups."""
-    rows = []
-    for name in names:
-        engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: OUTER}))
-        params = list(model.parameters())
-        with deepspeed.zero.GatheredParameters(params, modifier_rank=3):
-            for param in params if dist.get_rank() == 3 else ():
-                param.data.fill_(0.5)
-        rows.append(bool((training.whole_weights(model) == 0.5).all()))
-        engine.destroy()
-    return rows
+    _, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: OUTER}))
+    params = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=3):
+        for param in params if dist.get_rank() == 3 else ():
+            param.data.fill_(0.5)
+    return bool((training.whole_weights(model) == 0.5).all())
 
 
 def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
-    assert ranks(4).run(modified_case, ALL[2:]) == [[True] * 2] * 4
+    assert ranks(4).each(modified_case, ALL[2:]) == [(name, True) for name in ALL[2:]] * 4
 
 
 @with_cases(
@@ -300,42 +291,38 @@ def slow_case(name: str, after: bool) -> tuple[float, float, dict[int, float]]:
     return begin, end, ends
 
 
-def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
+def elsewhere_case(name: str, folder: str) -> tuple[Any, ...]:
     """Return where a checkpoint's weights differ from the anchors: on disk, in a 16-bit file, and in other runs; and
     headers that name other ranks."""
     job = snapshots.job_of("fp32")
-    rows = []
-    for name in names:
-        where = f"{folder}/{name}"
-        engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
-        snapshots.run(engine, job, snapshots.steps_of(job, 3))
-        theirs = snapshots.snapshot(engine, model, job)
-        with engine.optimizer.outer.use_outer_weights():
-            anchors = _weights(engine, model)
-        back = snapshots.difference(theirs, snapshots.snapshot(engine, model, job))
-        apart = [key for key in anchors if not torch.equal(anchors[key], _weights(engine, model)[key])]
-        engine.save_checkpoint(where)
-        engine.save_16bit_model(where, "weights.bin")
+    where = f"{folder}/{name}"
+    engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
+    snapshots.run(engine, job, snapshots.steps_of(job, 3))
+    theirs = snapshots.snapshot(engine, model, job)
+    with engine.optimizer.outer.use_outer_weights():
+        anchors = _weights(engine, model)
+    back = snapshots.difference(theirs, snapshots.snapshot(engine, model, job))
+    apart = [key for key in anchors if not torch.equal(anchors[key], _weights(engine, model)[key])]
+    engine.save_checkpoint(where)
+    engine.save_16bit_model(where, "weights.bin")
+    dist.barrier()
+    on_disk = get_fp32_state_dict_from_zero_checkpoint(where)
+    differ = [key for key, value in anchors.items() if not torch.equal(on_disk[key], value)]
+    files = Path(where, "global_step3").glob("*_model_states.pt")
+    headers = [torch.load(file, weights_only=False)[HEADER] for file in files]
+    differ += [str(header) for header in headers if (header["ranks"], header["group_size"]) != (4, 2)]
+    if dist.get_rank() == 0 and Path(where, "weights.bin").exists():
+        saved = torch.load(f"{where}/weights.bin")
+        differ += [f"{key} of 16 bits" for key in anchors if not torch.equal(saved[key].float(), anchors[key])]
+    for other in _others(name):
+        engine, model = training.make_engine(job, other)
+        engine.load_checkpoint(where)
+        weights = _weights(engine, model)
+        differ += [f"{key} {other}" for key in anchors if not torch.equal(weights[key], anchors[key])]
+        snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
+        differ += [f"finite {other}" for value in _weights(engine, model).values() if not value.isfinite().all()]
         engine.destroy()
-        dist.barrier()
-        on_disk = get_fp32_state_dict_from_zero_checkpoint(where)
-        differ = [key for key, value in anchors.items() if not torch.equal(on_disk[key], value)]
-        files = Path(where, "global_step3").glob("*_model_states.pt")
-        headers = [torch.load(file, weights_only=False)[HEADER] for file in files]
-        differ += [str(header) for header in headers if (header["ranks"], header["group_size"]) != (4, 2)]
-        if dist.get_rank() == 0 and Path(where, "weights.bin").exists():
-            saved = torch.load(f"{where}/weights.bin")
-            differ += [f"{key} of 16 bits" for key in anchors if not torch.equal(saved[key].float(), anchors[key])]
-        for other in _others(name):
-            engine, model = training.make_engine(job, other)
-            engine.load_checkpoint(where)
-            weights = _weights(engine, model)
-            differ += [f"{key} {other}" for key in anchors if not torch.equal(weights[key], anchors[key])]
-            snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
-            differ += [f"finite {other}" for value in _weights(engine, model).values() if not value.isfinite().all()]
-            engine.destroy()
-        rows.append((name, bool(apart), back, differ))
-    return rows
+    return bool(apart), back, differ
 
 
 def _others(name: str) -> list[dict[str, Any]]:
@@ -366,8 +353,7 @@ def test_only_compressed_changes_have_errors_to_feed_back(bits: bool) -> None:
 
 @with_cases("names", ("NNI", "III"), *deep((("NII", "INI"),)))
 def test_another_run_continues_from_the_anchors(ranks: Any, tmp_path: Any, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(elsewhere_case, str(tmp_path), names):
-        assert rows == [(name, True, {}, []) for name in names]
+    assert ranks(4).each(elsewhere_case, names, str(tmp_path)) == [(name, (True, {}, [])) for name in names] * 4
 
 
 def converted_case(folder: str, name: str) -> list[str]:

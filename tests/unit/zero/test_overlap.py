@@ -94,40 +94,36 @@ def bits_case(names: tuple[str, ...], details: dict[str, Any]) -> list[tuple[boo
 
 
 def test_units_are_reduced_during_the_backward(ranks: Any) -> None:
-    for rows in ranks(4).run(early_units_case):
+    for name, rows in ranks(4).each(early_units_case, BY_UNITS):
         # In the first step it is not known which parameters get several gradients.
-        at_boundary = {name: [False, False, False, True] for name in AT_BOUNDARY}
-        assert rows == at_boundary | {name: [True] * 4 for name in IN_EACH_MICRO_STEP}
+        assert rows == ([False, False, False, True] if name in AT_BOUNDARY else [True] * 4), (name, rows)
 
 
-def early_units_case() -> dict[str, list[bool]]:
+def early_units_case(name: str) -> list[bool]:
     """Return for each micro-batch of two steps of two whether a unit was reduced when the backward reaches the first
     layer; the layer waits for that in the last micro-batch, or in each, if the strategy allows it."""
     job = Job(sizes=networks.SQUARE, empty=False, zero=SMALL, accumulation=2)
-    rows: dict[str, list[bool]] = {}
-    for name in BY_UNITS:
-        sent, was_sent = threading.Event(), rows.setdefault(name, [])
-        last = "_add_full_bucket" if name[1:] == "NG" else "_store_sums" if name in AT_BOUNDARY else "_accumulate"
-        awaited = (3,) if name in AT_BOUNDARY else range(4)
-        original = getattr(ShardedGradients, last)
+    sent, was_sent = threading.Event(), list[bool]()
+    last = "_add_full_bucket" if name[1:] == "NG" else "_store_sums" if name in AT_BOUNDARY else "_accumulate"
+    awaited = (3,) if name in AT_BOUNDARY else range(4)
+    original = getattr(ShardedGradients, last)
 
-        def noting(*args: Any, original: Any = original, sent: Any = sent) -> None:
-            original(*args)
-            sent.set()
+    def noting(*args: Any) -> None:
+        original(*args)
+        sent.set()
 
-        def pause(gradient: Any, was_sent: Any = was_sent, sent: Any = sent, awaited: Any = awaited) -> None:
-            was_sent.append(sent.wait(30) if len(was_sent) in awaited else sent.is_set())
+    def pause(gradient: Any) -> None:
+        was_sent.append(sent.wait(30) if len(was_sent) in awaited else sent.is_set())
 
-        with mock.patch.object(ShardedGradients, last, noting):
-            engine, model = training.make_engine(job, placed(name))
-            model.layers[0].register_forward_hook(lambda *call, pause=pause: call[2].register_hook(pause) and None)
-            for _, (x, y) in zip(range(4), training.batches(job), strict=False):
-                loss = ((engine(x) - y) ** 2).mean()
-                sent.clear()
-                engine.backward(loss)
-                engine.step()
-            engine.destroy()
-    return rows
+    with mock.patch.object(ShardedGradients, last, noting):
+        engine, model = training.make_engine(job, placed(name))
+        model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(pause) and None)
+        for _, (x, y) in zip(range(4), training.batches(job), strict=False):
+            loss = ((engine(x) - y) ** 2).mean()
+            sent.clear()
+            engine.backward(loss)
+            engine.step()
+    return was_sent
 
 
 def test_a_full_bucket_is_sent_at_once(ranks: Any) -> None:
