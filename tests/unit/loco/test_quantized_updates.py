@@ -81,7 +81,7 @@ def differences(sent: list[Sent]) -> Iterator[None]:
         yield
 
 
-def run(job: Job, name: str) -> Seen:
+def run(name: str, job: Job) -> Seen:
     engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
     data = training.batches(job)
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
@@ -133,16 +133,10 @@ IN_TURNS = [(job, DIFFERENCES[number % 3 :: 3]) for number, job in enumerate(JOB
 
 @with_cases("job, names", *IN_TURNS[::4], *deep(*((job, DIFFERENCES) for job in JOBS)))
 def test_replicas_are_equal_and_close_to_weights(ranks: Any, job: str, names: tuple[str, ...]) -> None:
-    for runs in ranks(4).run(close_case, JOBS[job], names):
-        assert runs.keys() == set(names)
-        for name, observations in runs.items():
-            assert observations.messages >= (3 if "overflow" in job else 4), name
-            assert observations.as_decoded and observations.close and observations.equal, name
-            assert observations.distance <= 1, name
-
-
-def close_case(job: Job, names: tuple[str, ...]) -> dict[str, Seen]:
-    return {name: run(job, name) for name in names}
+    for name, observations in ranks(4).each(run, names, JOBS[job]):
+        assert observations.messages >= (3 if "overflow" in job else 4), name
+        assert observations.as_decoded and observations.close and observations.equal, name
+        assert observations.distance <= 1, name
 
 
 EXACT = {
@@ -156,23 +150,18 @@ EXACT = {
 
 @with_cases("job, names", ("fp16, overlap", ("NIG", "IIG")), *deep(*((job, DIFFERENCES) for job in EXACT)))
 def test_lossless_updates_do_not_change_training(ranks: Any, job: str, names: tuple[str, ...]) -> None:
-    for runs in ranks(4).run(exact_case, EXACT[job], names):
-        for name, (equal, messages) in runs.items():
-            assert equal and messages >= 3, (name, equal, messages)
+    for name, (equal, messages) in ranks(4).each(exact_case, names, EXACT[job]):
+        assert equal and messages >= 3, (name, equal, messages)
 
 
-def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
+def exact_case(name: str, job: Job) -> tuple[bool, int]:
     """Return whether losses, norms, and weights equal those without the key, bit for bit; and the number of encoded
     messages."""
-    rows = {}
-    for name in names:
-        with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
-            ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
-        plain = training.train(job, training.placed(name))
-        rest = [run._replace(weights=None) for run in (ours, plain)]
-        equal = torch.equal(ours.weights, plain.weights) and rest[0] == rest[1]
-        rows[name] = equal, pack.call_count
-    return rows
+    with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
+        ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
+    plain = training.train(job, training.placed(name))
+    rest = [run._replace(weights=None) for run in (ours, plain)]
+    return torch.equal(ours.weights, plain.weights) and rest[0] == rest[1], pack.call_count
 
 
 CHANGES = {
@@ -248,20 +237,17 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
 
 @with_cases("dtype, names", ("bf16", SUMS[1:2]), *deep(("bf16", SUMS), ("fp32", SUMS)))
 def test_gradient_sums_are_gathered_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
-    for distances in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):
-        for name, (equal, apart) in distances.items():
-            assert equal, name
-            assert 0 < apart < (5e-3 if dtype == "fp32" else 2e-2), (name, apart)
+    job = Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3)
+    for name, (equal, apart) in ranks(4).each(sums_case, names, job):
+        assert equal, name
+        assert 0 < apart < (5e-3 if dtype == "fp32" else 2e-2), (name, apart)
 
 
-def sums_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, float]]:
+def sums_case(name: str, job: Job) -> tuple[bool, float]:
     """Return whether replicas are equal, and the relative distance of weights to those of a run without the key."""
-    rows = {}
-    for name in names:
-        ours, exact = (training.train(job, training.placed(name, **key)) for key in ({KEY: {"bits": 8}}, {}))
-        apart = (ours.weights - exact.weights).abs().max() / exact.weights.abs().max()
-        rows[name] = training.replicas_equal(ours.weights), apart.item()
-    return rows
+    ours, exact = (training.train(job, training.placed(name, **key)) for key in ({KEY: {"bits": 8}}, {}))
+    apart = (ours.weights - exact.weights).abs().max() / exact.weights.abs().max()
+    return training.replicas_equal(ours.weights), apart.item()
 
 
 def test_errors_of_sums_are_sent_with_next_sums(ranks: Any) -> None:

@@ -31,36 +31,30 @@ NAMES = ("NNN", "NII", "NIG", "NGG", "INI", "IIG", "IGG", "GGG")
 def test_15_resumed_run_matches_uninterrupted_run(
     ranks: Any, names: tuple[str, ...], dtype: str, backend: str, tmp_path: Any
 ) -> None:
-    for rows in ranks(4).run(resume_case, names, dtype, backend, str(tmp_path)):
-        for name, weights, errors, steps in rows:
-            assert weights and errors and steps == 5, name
+    for name, (weights, errors, steps) in ranks(4).each(resume_case, names, dtype, backend, str(tmp_path)):
+        assert weights and errors and steps == 5, name
 
 
-def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -> list[tuple[str, bool, bool, int]]:
+def resume_case(name: str, dtype: str, backend: str, folder: str) -> tuple[bool, bool, int]:
     """Train with and without a checkpoint in between; return whether weights and errors are equal bit for bit."""
-    job, rows = snapshots.job_of(dtype), []
+    job, runs = snapshots.job_of(dtype), []
     with mock.patch.object(collectives, "backend_of", lambda group: backend):
-        for name in names:
-            runs = []
-            for resumed in (False, True):
-                engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
-                steps = snapshots.steps_of(job, 5)
-                if resumed:
-                    engine.load_checkpoint(folder, name)
-                else:
-                    snapshots.run(engine, job, steps[:3], 0)
-                    engine.save_checkpoint(folder, name)
-                snapshots.run(engine, job, steps[3:], 3)
-                memory = engine.optimizer.error_state
-                errors = [error.committed for error in memory._errors.values()]
-                runs.append((training.whole_weights(model), errors, memory.steps))
-                engine.destroy()
-            (weights, errors, _), (again, resumed_errors, steps) = runs
-            equal = len(errors) == len(resumed_errors) > 0 and all(
-                torch.equal(a, b) for a, b in zip(errors, resumed_errors, strict=True)
-            )
-            rows.append((name, torch.equal(weights, again), equal, steps + (dtype == "fp16")))
-    return rows
+        for resumed in (False, True):
+            engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
+            steps = snapshots.steps_of(job, 5)
+            if resumed:
+                engine.load_checkpoint(folder, name)
+            else:
+                snapshots.run(engine, job, steps[:3], 0)
+                engine.save_checkpoint(folder, name)
+            snapshots.run(engine, job, steps[3:], 3)
+            memory = engine.optimizer.error_state
+            errors = [error.committed for error in memory._errors.values()]
+            runs.append((training.whole_weights(model), errors, memory.steps))
+            engine.destroy()
+    (weights, errors, _), (again, resumed_errors, steps) = runs
+    equal = len(errors) == len(resumed_errors) > 0 and all(map(torch.equal, errors, resumed_errors))
+    return torch.equal(weights, again), equal, steps + (dtype == "fp16")
 
 
 CROSSINGS = [("NIG", "IIG"), ("NIG", "NGG"), ("IIG", "GGG"), ("IIG", "NNG"), ("NNN", "NIG")]

@@ -56,13 +56,12 @@ def parity_case(dtype: str, accumulation: int, names: tuple[str, ...]) -> list[A
 @with_cases("accumulation, names", (2, ("NGG",)), *deep((1, ALL), (2, ("IIG",))))
 def test_unsent_gradients_are_sent_in_later_steps(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     """Average the same gradients over 8 steps: without feedback, the error is that of one step, about 0.1."""
-    for rows in ranks(4).run(feedback_case, accumulation, names):
-        for name, fed, unfed in rows:
-            assert fed < 0.04 < 0.08 < unfed, (name, fed, unfed)
+    for name, (fed, unfed) in ranks(4).each(feedback_case, names, accumulation):
+        assert fed < 0.04 < 0.08 < unfed, (name, fed, unfed)
 
 
-def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
-    """Return for each strategy the relative error of the mean gradient, with and without feedback. With accumulation,
+def feedback_case(name: str, accumulation: int) -> list[float]:
+    """Return the relative error of the mean gradient, with and without feedback. With accumulation,
     some steps skip layers."""
     steps = 8
     job = training.Job(accumulation=accumulation, clipping=0.0, empty=False, groups=2, zero=training.SMALL)
@@ -87,18 +86,14 @@ def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, 
         engine.destroy()
         return total / steps
 
-    rows = []
-    for name in names:
-        keys = training.placed(name)
-        exact = mean_gradient(keys)
-        errors = []
-        for loco in ({"err_beta": 0.0}, {"error_feedback": False}):
-            off = torch.stack([(mean_gradient({**keys, "zeropp_loco_param": loco}) - exact).norm(), exact.norm()])
-            squares = off.square()
-            dist.all_reduce(squares)
-            errors.append((squares[0] / squares[1]).sqrt().item())
-        rows.append((name, *errors))
-    return rows
+    keys, errors = training.placed(name), []
+    exact = mean_gradient(keys)
+    for loco in ({"err_beta": 0.0}, {"error_feedback": False}):
+        off = torch.stack([(mean_gradient({**keys, "zeropp_loco_param": loco}) - exact).norm(), exact.norm()])
+        squares = off.square()
+        dist.all_reduce(squares)
+        errors.append((squares[0] / squares[1]).sqrt().item())
+    return errors
 
 
 @pytest.mark.quick
@@ -142,27 +137,23 @@ def test_dynamic_graphs_offload_and_settings(ranks: Any) -> None:
 
 
 def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:
-    for rows in ranks(4).run(offload_case):
-        for name, weights, devices in rows:
-            assert weights < 1e-6 and devices == [("cpu", name != "NIG")], name
+    for name, (weights, devices) in ranks(4).each(offload_case, ("NIG", "IIG")):
+        assert weights < 1e-6 and devices == [("cpu", name != "NIG")], name
 
 
-def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
+def offload_case(name: str) -> tuple[float, list[tuple[str, bool]]]:
     """Return the largest difference of weights to the same run without offload, the device of errors, and whether they
     are pinned."""
-    rows, job = [], training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL)
-    for name in ("NIG", "IIG"):
-        keys, devices = training.placed(name, zeropp_loco_param={}), []
-        plain = training.train(job, keys)
-        ours = training.train(
-            job,
-            {**keys, "offload_optimizer": {"device": "cpu", "pin_memory": name != "NIG"}},
-            look=lambda engine, devices=devices: devices.append(
-                (engine.optimizer.error_state.device, engine.optimizer.error_state.pinned)
-            ),
-        )
-        rows.append((name, (ours.weights - plain.weights).abs().max().item(), devices))
-    return rows
+    job, devices = training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL), []
+
+    def look(engine: Any) -> None:
+        devices.append((engine.optimizer.error_state.device, engine.optimizer.error_state.pinned))
+
+    keys = training.placed(name, zeropp_loco_param={})
+    plain = training.train(job, keys)
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": name != "NIG"}}
+    ours = training.train(job, keys | offload, look)
+    return (ours.weights - plain.weights).abs().max().item(), devices
 
 
 def options_case() -> list[tuple[str, float, float, bool]]:

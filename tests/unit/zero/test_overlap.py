@@ -52,45 +52,40 @@ JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     *deep(*((job, every) for job, (*_, every) in JOBS.items())),
 )
 def test_results_with_overlap_are_bitwise_equal(ranks: Any, kernels: bool, job: str, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(bits_case, names, JOBS[job][0]):
-        for name, (equal_at_boundary, equal_without_overlap, number_sent, ahead) in zip(names, rows, strict=True):
-            assert equal_at_boundary and equal_without_overlap, name
-            early = name in BY_UNITS or (name in REPLICATED[:-1] and job != "boundaries in step")
-            assert (number_sent >= 1) == early, (name, number_sent)
-            assert ahead == (name in REPLICATED[1:]), name
+    for name, (equal, number_sent, ahead) in ranks(4).each(bits_case, names, JOBS[job][0]):
+        assert equal == [True, True], name
+        early = name in BY_UNITS or (name in REPLICATED[:-1] and job != "boundaries in step")
+        assert (number_sent >= 1) == early, (name, number_sent)
+        assert ahead == (name in REPLICATED[1:]), name
 
 
-def bits_case(names: tuple[str, ...], details: dict[str, Any]) -> list[tuple[bool, bool, int, bool]]:
-    """Return for each strategy whether weights, losses, and norms are the same if all buckets are sent at the
-    boundary, and without overlap; how many buckets are sent early; and whether steps end before parameters are
-    received."""
+def bits_case(name: str, details: dict[str, Any]) -> tuple[list[bool], int, bool]:
+    """Return whether weights, losses, and norms are the same if all buckets are sent at the boundary, and without
+    overlap; how many buckets are sent early; and whether steps end before parameters are received."""
     job, ready = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details}), Boundary.mark_ready
-    rows = []
-    for name in names:
-        sent: list[Any] = []
-        ahead = [False]
+    sent: list[Any] = []
+    ahead = [False]
 
-        def noting(boundary: Any, members: Any, sent: list[Any] = sent) -> Any:
-            now = ready(boundary, members)
-            sent += now
-            return now
+    def noting(boundary: Any, members: Any) -> Any:
+        now = ready(boundary, members)
+        sent.extend(now)
+        return now
 
-        def look(engine: Any, ahead: list[bool] = ahead) -> None:
-            updates = getattr(engine.optimizer, "updates", None)
-            ahead[0] = updates is not None and bool(updates.gathers._started)
+    def look(engine: Any) -> None:
+        updates = getattr(engine.optimizer, "updates", None)
+        ahead[0] = updates is not None and bool(updates.gathers._started)
 
-        keys = placed(name, overlap_comm=True)
-        with mock.patch.object(Boundary, "mark_ready", lambda boundary, members: []):
-            late = training.train(job, keys)
-        without = training.train(job, placed(name, overlap_comm=False))
-        with mock.patch.object(Boundary, "mark_ready", noting):
-            early = training.train(job, {**keys, "paro_overlap_updates": True} if name in REPLICATED else keys, look)
-        equal = [
-            torch.equal(early.weights, other.weights) and (early.losses, early.norms) == (other.losses, other.norms)
-            for other in (late, without)
-        ]
-        rows.append((equal[0], equal[1], len(sent), ahead[0]))
-    return rows
+    keys = placed(name, overlap_comm=True)
+    with mock.patch.object(Boundary, "mark_ready", lambda boundary, members: []):
+        late = training.train(job, keys)
+    without = training.train(job, placed(name, overlap_comm=False))
+    with mock.patch.object(Boundary, "mark_ready", noting):
+        early = training.train(job, {**keys, "paro_overlap_updates": True} if name in REPLICATED else keys, look)
+    equal = [
+        torch.equal(early.weights, other.weights) and (early.losses, early.norms) == (other.losses, other.norms)
+        for other in (late, without)
+    ]
+    return equal, len(sent), ahead[0]
 
 
 def test_units_are_reduced_during_the_backward(ranks: Any) -> None:
