@@ -133,8 +133,7 @@ def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: in
         data, losses, measures = training.batches(job), [], list[dict[str, float]]()
         engine.optimizer.outer._report = measures.append
         for number in range(job.steps * job.accumulation):
-            losses.append(training.micro_step(engine, job, number, *next(data)))
-            engine.step()
+            losses.append(training.step(engine, job, number, data))
         weights = training.whole_weights(model)
         own = engine.optimizer.outer
         own.receive_fragments()

@@ -233,6 +233,13 @@ def micro_step(engine: Any, job: Job, number: int, x: Tensor, y: Tensor) -> floa
     return loss.item()
 
 
+def step(engine: Any, job: Job, number: int = 0, data: Iterator[tuple[Tensor, Tensor]] | None = None) -> float:
+    """Run a micro-step with the next batch, or the first one of ``job``, and ``engine.step()``; return the loss."""
+    loss = micro_step(engine, job, number, *next(data or batches(job)))
+    engine.step()
+    return loss
+
+
 def train(job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = None) -> Record:
     """Train and return the record; ``look`` sees the engine before it is destroyed."""
     engine, model = make_engine(job, zero)

@@ -106,7 +106,6 @@ def case(zero: dict[str, Any]) -> tuple[int, Counter[str]]:
         for name in COLLECTIVES:
             patches.enter_context(counted(name))
         for number in range(ACCUMULATION):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
+            training.step(engine, job, number, data)
     engine.destroy()
     return sum(p.numel() for p in model.parameters()), moved

@@ -265,8 +265,7 @@ def bytes_case(name: str, folder: str) -> tuple[int, int, int, int]:
     """Files of optimizer states, bytes of the largest, bytes received during the save, bytes of all states."""
     job = training.Job(sizes=(256, 512, 256), optimizer="Adam", empty=False)
     engine, model = training.make_engine(job, placed(name))
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    engine.step()
+    training.step(engine, job)
     if name[0] != "N":
         engine.optimizer.drain_parameters()  # of the step
     meter = TrafficMeter()

@@ -90,8 +90,7 @@ def two_engines_case(report: str) -> int:
             training.micro_step(other, Job(), 0, *next(data))  # of the one that steps later
         while True:
             for engine in (first, other):
-                training.micro_step(engine, Job(), 0, *next(data))
-                engine.step()
+                training.step(engine, Job(), 0, data)
     return int(other.global_steps)
 
 

@@ -167,8 +167,7 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
     engine.destroy()
     engine, model = training.make_engine(job, {"stage": 3, **keys})
     for _ in range(2):
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
+        training.step(engine, job)
         engine.eval()
         with torch.no_grad():
             out = engine(x)
@@ -208,8 +207,7 @@ def second_engine_case() -> list[int]:
     for keys in (CHUNKS, {}, AUTO, {}):
         config = training.configuration(job, {"stage": 3, **keys})
         engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
+        training.step(engine, job)
         offload = engine.optimizer.parameter_offload
         hooks.append(len(offload.forward_hooks) + len(offload.backward_hooks))
         engine.destroy()
@@ -244,8 +242,7 @@ def gradients_case(keys: dict[str, Any]) -> list[int]:
                     engine(next(data)[0])
                 out = engine(next(data)[0])
                 outputs += [out] if dist.get_rank() == 0 else []
-            training.micro_step(engine, job, 0, *next(data))
-            engine.step()
+            training.step(engine, job, 0, data)
         most.append(peak[0])
         for hook in hooks:
             hook.remove()
@@ -283,8 +280,7 @@ def frozen_case(keys: dict[str, Any]) -> list[float]:
             if step == 1 and how != "left out":
                 for param in changed_params:
                     param.requires_grad_(how == "thawed")
-            training.micro_step(engine, job, 0, *next(data))
-            engine.step()
+            training.step(engine, job, 0, data)
         copy.deepcopy(model)
         weights = training.whole_weights(model)
         engine.destroy()

@@ -282,8 +282,7 @@ def given_up_case() -> dict[str, bool]:
             with mock.patch.object(hooks, "reduce_window", interrupt), pytest.raises(Interrupted):
                 training.micro_step(engine, job, 0, *skipped)
         for number in range(2):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
+            training.step(engine, job, number, data)
         weights = training.whole_weights(model)
         engine.destroy()
         return weights

@@ -80,8 +80,7 @@ def skip_case(name: str, dtype: str) -> tuple[list[bool], bool, int, bool, list[
     engine, _ = training.make_engine(job, training.placed(name, **LOCO))
     data, kept, applied, scales = training.batches(job), [], [], []
     for number in range(6):
-        training.micro_step(engine, job, number, *next(data))
-        engine.step()
+        training.step(engine, job, number, data)
         if number % 2:
             applied.append(engine.was_step_applied())
             scales.append(float(engine.optimizer.loss_scale))
@@ -102,8 +101,7 @@ def dropped_case(name: str) -> bool:
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed(name, **LOCO))
     data, memory = training.batches(job), engine.optimizer.error_state
-    training.micro_step(engine, job, 0, *next(data))
-    engine.step()
+    training.step(engine, job, 0, data)
     before = [error.committed.clone() for error in memory._errors.values()]
     training.micro_step(engine, job, 1, *next(data))
     updated = any(error.updated is not None for error in memory._errors.values())
@@ -130,8 +128,7 @@ def reset_case(name: str, accumulation: int) -> tuple[list[bool], float]:
     memory, data, has_errors, updates = engine.optimizer.error_state, training.batches(job), [], []
     memory.store = lambda contents, updated, updates=updates: updates.append(contents)
     for number in range(7 * accumulation):
-        training.micro_step(engine, job, number, *next(data))
-        engine.step()
+        training.step(engine, job, number, data)
         if (number + 1) % accumulation == 0:
             (state,) = {error.committed is not None for error in memory._errors.values()}  # all alike
             has_errors.append(state)

@@ -89,8 +89,7 @@ def run(name: str, job: Job) -> Seen:
         sent: list[Sent] = []
         with differences(sent):
             for number in range(step * job.accumulation, (step + 1) * job.accumulation):
-                training.micro_step(engine, job, number, *next(data))
-                engine.step()
+                training.step(engine, job, number, data)
             deepspeed_ext.wait_for_updates()
             if hasattr(engine.optimizer, "parameters"):
                 engine.optimizer.drain_parameters()
@@ -200,13 +199,11 @@ def change_case(name: str, change: str, folder: str) -> tuple[float, float, bool
     engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
     data = training.batches(job)
     for number in range(2):
-        training.micro_step(engine, job, number, *next(data))
-        engine.step()
+        training.step(engine, job, number, data)
     before = distance(engine)
     _change(change, engine, model, folder, job, data)
     if change != "load_checkpoint":
-        training.micro_step(engine, job, 2, *next(data))
-        engine.step()
+        training.step(engine, job, 2, data)
     return before, distance(engine), training.replicas_equal(training.whole_weights(model))
 
 
@@ -230,8 +227,7 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
     elif change == "load_checkpoint":
         engine.save_checkpoint(folder, "some")
         for _ in range(2):
-            training.micro_step(engine, job, 2, *next(data))
-            engine.step()
+            training.step(engine, job, 2, data)
         engine.load_checkpoint(folder, "some")
 
 
@@ -289,8 +285,7 @@ def offloaded_case(folder: str) -> tuple[str, bool]:
     """Return the error of a save while parameters are offloaded, and whether a later save succeeds."""
     job = training.Job(zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **{KEY: {}}))
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    engine.step()
+    training.step(engine, job)
     # Here the device is the host, and DeepSpeed looks for what is on the device.
     engine.optimizer.offloaded_states.add(OffloadStateTypeEnum.lp_params)
     error = ""
@@ -319,8 +314,7 @@ def halves_case(folder: str) -> list[list[str]]:
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():
         engine, _ = training.make_engine(job, training.placed("NII", **key))
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
+        training.step(engine, job)
         engine.save_checkpoint(folder, half)
         engine.destroy()
     warnings_of_loads = []

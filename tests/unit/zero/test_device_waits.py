@@ -104,8 +104,7 @@ def scales_case() -> list[tuple[float, float]]:
     data = training.batches(job)
     scales = []
     for number in range(job.steps):
-        training.micro_step(engine, job, number, *next(data))
-        engine.step()
+        training.step(engine, job, number, data)
         optimizer = engine.optimizer
         scales.append((optimizer.torch_autocast_gradscaler.get_scale(), optimizer.gradient_scale.value()))
     return scales
@@ -260,8 +259,7 @@ def windows_case() -> list[list[bool]]:
         with device_with_streams():
             on_host = {"offload_param": {"device": "cpu", "pin_memory": pinned}}
             engine, _ = training.make_engine(job, placed("IIG", **on_host))
-            training.micro_step(engine, job, 0, *next(training.batches(job)))
-            engine.step()
+            training.step(engine, job)
             updates = engine.optimizer.slices["dense"]._update_of
             complete.append([update.is_complete for update in updates.values()])
             engine.destroy()

@@ -43,8 +43,7 @@ def destroyed_case(name: str) -> list[str]:
     destroyed, other = (training.make_engine(job, placed(name))[0] for _ in range(2))
     data = training.batches(job)
     for number, engine in enumerate((destroyed, other) * 3):
-        training.micro_step(engine, job, number, *next(data))
-        engine.step()
+        training.step(engine, job, number, data)
     references = {
         kind: weakref.ref(of)
         for kind, of in {"engine": destroyed, "model": destroyed.module, "os": destroyed.optimizer}.items()
@@ -55,8 +54,7 @@ def destroyed_case(name: str) -> list[str]:
     alive = ["gradients"] if getattr(gradients, "has_gradients", False) or not begun else []
     del destroyed, engine, gradients
     gc.collect()
-    training.micro_step(other, job, 6, *next(data))
-    other.step()
+    training.step(other, job, 6, data)
     return alive + [kind for kind, of in references.items() if of() is not None]
 
 

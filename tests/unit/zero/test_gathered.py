@@ -89,8 +89,7 @@ def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[s
         engine, model = training.make_engine(job, zero)
         data = training.batches(job)
         for _ in range(2):
-            training.micro_step(engine, job, 0, *next(data))
-            engine.step()
+            training.step(engine, job, 0, data)
         weights = [training.whole_weights(model)]
         expected = training.Network(job.sizes, empty=False).to(training.DTYPES[dtype])
         torch.nn.utils.vector_to_parameters(weights[0].to(training.DTYPES[dtype]), expected.parameters())
@@ -185,8 +184,7 @@ def evaluation_case(name: str, zero: dict[str, Any], alone: bool, folder: str) -
     data, probe, from_masters = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
     for number in range(-1, 4):
         if number >= 0:
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
+            training.step(engine, job, number, data)
         if alone and dist.get_rank() >= 2:
             continue
         engine.eval()

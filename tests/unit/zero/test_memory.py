@@ -63,8 +63,7 @@ def start_engine(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool
 
     def micro_step(boundary: bool) -> None:
         engine.set_gradient_accumulation_boundary(boundary)
-        training.micro_step(engine, details, 0, *next(data))
-        engine.step()
+        training.step(engine, details, 0, data)
         if name in PARTITIONED:
             engine.optimizer.drain_parameters()
 

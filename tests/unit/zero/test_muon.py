@@ -209,8 +209,7 @@ def compiling_case() -> tuple[int, bool]:
     before = training.whole_weights(model)
     torch._dynamo.config.disable = False  # ``make_engine`` disables the compiler
     counters.clear()
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    engine.step()
+    training.step(engine, job)
     changed = not torch.equal(before, training.whole_weights(model))
     engine.destroy()
     return counters["frames"]["total"], changed

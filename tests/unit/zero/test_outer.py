@@ -234,8 +234,7 @@ def bytes_case(
             meter.start()
             dist.barrier()
             if step > 0:
-                training.micro_step(engine, job, step, *next(data))
-                engine.step()
+                training.step(engine, job, step, data)
                 engine.optimizer.outer.receive_fragments()
             dist.barrier()
             time.sleep(REST)
@@ -283,8 +282,7 @@ def slow_case(name: str, after: bool) -> tuple[float, float, dict[int, float]]:
             begin = time.monotonic()
             time.sleep(SLEEP)
             end = time.monotonic()
-        training.micro_step(engine, job, step - 1, *next(data))
-        engine.step()
+        training.step(engine, job, step - 1, data)
         if step >= STOP:
             ends[step] = time.monotonic()
     engine.destroy()

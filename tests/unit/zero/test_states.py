@@ -122,8 +122,7 @@ def reloaded_case(name: str) -> list[tuple[bool, bool]]:
     job = training.Job(groups=2, zero=SEVERAL_BUCKETS)
     results = []
     engine, model = training.make_engine(job, placed(name))
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    engine.step()
+    training.step(engine, job)
     used = [p for layer in model.layers for p in layer.parameters()]
     for include in (None, ["optim_states"]):
         with mock.patch.multiple(stage_1_and_2, offload_optimizer_states=moved, reload_optimizer_states=moved):
@@ -151,8 +150,7 @@ def stateless_case(name: str) -> list[str]:
     engine, model = training.make_engine(job, placed(name, group_size=1))
     ask = partial(error_of, utils.safe_get_full_optimizer_state, model.layers[0].weight, "momentum_buffer")
     early = [ask()] if name != "2" else []
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    engine.step()
+    training.step(engine, job)
     return [*early, ask()]
 
 

@@ -154,8 +154,7 @@ def by_hand_case() -> dict[str, tuple[bool, bool]]:
         model.train()
         ways = ways_to_read(engine, model, torch.ones(1, model.layers[-1].in_features))
         for reader, read in ways.items():
-            training.micro_step(engine, job, 0, *next(data))
-            engine.step()
+            training.step(engine, job, 0, data)
             values, waited = read(), gate.is_set()
             if reader != "destroy":
                 deepspeed_ext.wait_for_updates()
@@ -172,8 +171,7 @@ def iteration_case() -> tuple[bool, bool, list[set[str]]]:
     classes = []
     with updates_held_until_waited_for() as gate:
         engine, model = training.make_engine(job, AHEAD)
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
+        training.step(engine, job)
         engine.zero_grad()  # as HF's Trainer does
         model.train()
         begun, waited = engine.optimizer.updates.gathers.in_flight, gate.is_set()
@@ -199,8 +197,7 @@ def compiled_case() -> tuple[bool, list[bool]]:
             read = torch.compile(lambda x, last=last: torch.nn.functional.linear(x, last.weight), backend="eager")
             called = torch.compile(lambda x, last=last: last(x), backend="eager")
             for function in (read, read, called):
-                training.micro_step(engine, job, 0, *next(data))
-                engine.step()
+                training.step(engine, job, 0, data)
                 if compiled:
                     function(x)
                     waited.append(gate.is_set())
@@ -234,8 +231,7 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
             engine, model = training.make_engine(job, placed("IIG", **extra))
             data = training.batches(job)
             for number in range(job.steps):
-                training.micro_step(engine, job, number, *next(data))
-                engine.step()
+                training.step(engine, job, number, data)
         sub_groups.add(len(engine.optimizer.fp16_groups))
         total = sum(param.ds_numel for param in model.parameters())
         if name == "many":
