@@ -301,7 +301,6 @@ def refused_case(folder: str) -> list[str]:
     ):
         with mock.patch.object(owner, name, value):
             results.append(error())
-    engine.destroy()
     return results
 
 

@@ -111,9 +111,7 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
         dist.barrier()
     changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
     engine.load_checkpoint(folder, tag=tag)
-    again = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-    engine.destroy()
-    return messages, changed, again
+    return messages, changed, snapshots.difference(saved, snapshots.snapshot(engine, model, job))
 
 
 # (saved by; loaded by, keys then; what the error says)
@@ -290,9 +288,7 @@ def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
         message = error_of(engine.save_checkpoint, folder, tag=tag)
     assert Path(folder, "latest").read_text() == latest
     engine.load_checkpoint(folder)
-    differences = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-    engine.destroy()
-    return message, differences
+    return message, snapshots.difference(saved, snapshots.snapshot(engine, model, job))
 
 
 def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Path) -> None:
@@ -312,9 +308,7 @@ def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
     nothing, own = engine.load_checkpoint(folder), f"of rank {dist.get_rank()}"
     differing = [error_of(act, folder, tag=own) for act in (engine.save_checkpoint, engine.load_checkpoint)]
     missing = error_of(engine.load_checkpoint, folder, tag="some_tag")
-    in_the_way = error_of(engine.save_checkpoint, folder, tag="file")
-    engine.destroy()
-    return nothing, differing, missing, in_the_way
+    return nothing, differing, missing, error_of(engine.save_checkpoint, folder, tag="file")
 
 
 # Kills in a save over the same tag, synchronous or not, and which save is loaded: until the new folder has its name,
@@ -411,7 +405,6 @@ def not_shared_case(folder: str) -> tuple[str, list[str]]:
     dist.barrier()
     with mock.patch.object(commit, "_POLLS", 1):
         message = error_of(engine.save_checkpoint, disk)
-    engine.destroy()
     return message, sorted(path.name for path in Path(folder, "node0").iterdir())
 
 

@@ -102,7 +102,6 @@ def run(name: str, job: Job) -> Seen:
         equal &= training.replicas_equal(training.whole_weights(model))
     everybody = torch.tensor([largest, distance_to_masters(engine)])
     torch.distributed.all_reduce(everybody, op=torch.distributed.ReduceOp.MAX)
-    engine.destroy()
     distance = float(everybody[1] / everybody[0]) if everybody[0] else float(everybody[1])
     return Seen(messages, as_decoded, close, equal, distance)
 
@@ -297,7 +296,6 @@ def offloaded_case(folder: str) -> tuple[str, bool]:
     dist.barrier()
     engine.save_checkpoint(folder, "saved")
     dist.barrier()
-    engine.destroy()
     return error, Path(folder, "saved").is_dir()
 
 
@@ -350,5 +348,4 @@ def padding_case() -> tuple[bool, bool]:
     padding = [span.of(weights[buffer.number].detach()) for buffer in optimizer.buffers for span in buffer.padding()]
     counted = torch.tensor([float(sum(part.numel() for part in padding))])
     dist.all_reduce(counted)
-    engine.destroy()
     return bool(counted.item()), all(not part.any() for part in padding)

@@ -112,7 +112,6 @@ def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
     unsent = not_sent(engine)
     assert engine.optimizer.error_state.steps == 3
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 10)
-    engine.destroy()
     return unsent
 
 
@@ -140,7 +139,6 @@ def plain_case(folder: str) -> tuple[bool, list[str]]:
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
     engine.load_checkpoint(folder, "loco")
     engine.save_checkpoint(folder, "loco")
-    engine.destroy()
     return forgotten and not list(Path(folder, "loco").glob("residuals*")), warnings
 
 
@@ -163,9 +161,7 @@ def again_case(folder: str) -> tuple[int, bool]:
     engine, _ = training.make_engine(universal, loco)
     engine.load_checkpoint(folder, "tag_universal")
     zero = not engine.optimizer.error_state._errors  # they are of another save, which is no reason to refuse the rest
-    steps = engine.global_steps
-    engine.destroy()
-    return steps, zero
+    return engine.global_steps, zero
 
 
 def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path: Any) -> None:
@@ -264,5 +260,4 @@ def damage_case(folder: str) -> list[tuple[str, bool]]:
         dist.barrier()
         if dist.get_rank() == 0:
             path.write_bytes(content)
-    engine.destroy()
     return outcomes

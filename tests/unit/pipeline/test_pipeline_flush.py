@@ -103,7 +103,6 @@ def tied_case(name: str) -> tuple[int, int, int]:
     with exchanges() as messages:
         engine.train_batch(data)
     sent = [numel for operation, numel in messages if operation == "tied_gradients_all_to_all"]
-    engine.destroy()
     return len(sent), pipelines.VOCABULARY * pipelines.WIDTH, sum(sent)
 
 
@@ -173,7 +172,6 @@ def collectives_case() -> tuple[int, ...]:
         changed = {schedule.ReduceTiedGrads: note, schedule.BackwardPass: run}
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **changed}
         engine.train_batch(data)
-    engine.destroy()
     names = [operation for operation, _ in messages]
     inside, between = (names.count(f"{hop}_reduce_scatter") for hop in ("intra", "inter"))
     return inside, between, max(early), *open_transfers[-1]

@@ -43,5 +43,4 @@ def saved(name: str, folder: str) -> tuple[int, int]:
     training.step(engine, job)
     engine.save_checkpoint(folder, "tag")
     numels = [(param.requires_grad, getattr(param, "ds_numel", param.numel())) for param in model.parameters()]
-    engine.destroy()
     return sum(numel for trained, numel in numels if trained), sum(numel for _, numel in numels)

@@ -137,7 +137,6 @@ def frozen_load_case(folder: str) -> tuple[list[str], str]:
             param.zero_()
     engine.load_checkpoint(folder)
     lost = [name for name, param in model.named_parameters() if not torch.equal(param, saved[name])]
-    engine.destroy()
     return lost, snapshots.error_of(snapshots.convert, folder, ours=True)
 
 

@@ -97,5 +97,4 @@ def rounding_case(job: Job, name: str) -> tuple[float, float, float, float]:
         oracle.grad = found * min(1.0, job.clipping / (float(found.norm()) + 1e-6))
         adam.step()
     difference = float((flat(map(safe_get_full_fp32_param, used)) - oracle.detach()).abs().max())
-    engine.destroy()
     return max(gradients), sum(biases) / job.steps, difference, losses
