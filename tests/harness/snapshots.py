@@ -69,12 +69,6 @@ def steps_of(job: training.Job, number: int, skip: int = 0) -> list[tuple[Tensor
     return [next(data) for _ in range(skip + number)][skip:]
 
 
-def after_a_step(job: training.Job, name: str) -> tuple[Any, Any]:
-    engine, model = training.make_engine(job, training.placed(name))
-    run(engine, job, steps_of(job, 1))
-    return engine, model
-
-
 def mark(engine: Any, model: nn.Module) -> None:
     """Change values that the seed sets and training does not change: frozen parameters and hyperparameters."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]

@@ -240,6 +240,15 @@ def step(engine: Any, job: Job, number: int = 0, data: Iterator[tuple[Tensor, Te
     return loss
 
 
+def make_trained(job: Job, zero: str | dict[str, Any], steps: int = 1, skip: int = 0) -> tuple[Any, nn.Module]:
+    """Return an engine and its model after steps of a micro-step each, with batches after the first ``skip``."""
+    engine, model = make_engine(job, placed(zero) if isinstance(zero, str) else zero)
+    for number, (x, y) in enumerate(itertools.islice(batches(job), skip, skip + steps), 100):  # none that a job names
+        micro_step(engine, job, number, x, y)
+        engine.step()
+    return engine, model
+
+
 def train(job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = None) -> Record:
     """Train and return the record; ``look`` sees the engine before it is destroyed."""
     engine, model = make_engine(job, zero)

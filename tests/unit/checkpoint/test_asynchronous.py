@@ -84,8 +84,7 @@ def memory_case(name: str) -> tuple[int, list[int], int, int, list[int]]:
     """Return this rank; of three saves bytes of host memory, bytes of files, and the number of sets of addresses;
     bytes of host memory after a larger save and the next one."""
     job = training.Job(sizes=(128, 512, 256), optimizer="Adam", empty=False, config=saves.ASIDE)
-    engine, _ = training.make_engine(job, placed(name))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine, _ = training.make_trained(job, name)
     files = engine.checkpoint_engine
     buffers, write, paths = files.async_saves.buffers, files.write, set[str]()
     files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)

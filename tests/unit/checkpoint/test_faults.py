@@ -29,7 +29,7 @@ from tests.harness import snapshots, training
 from tests.harness.kills import Kill
 from tests.harness.kills import run as run_kill
 from tests.harness.logs import logged
-from tests.harness.snapshots import SHARD, after_a_step, error_of
+from tests.harness.snapshots import SHARD, error_of
 from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, placed
 
@@ -86,7 +86,7 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
     """Return the error of each load, the changes that loads made, and differences after a load of intact files."""
     config = {"checkpoint": {"load_universal": universal}}
     job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered, config=config)
-    engine, model = after_a_step(job, name)
+    engine, model = training.make_trained(job, name)
     engine.save_checkpoint(folder, tag="before")
     snapshots.mark(engine, model)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -138,8 +138,7 @@ def misfits_case(misfit: tuple[Any, ...], folder: str) -> tuple[str, bool]:
     """Return the error of a load, of the class that scripts catch with stock, and whether a weight changed."""
     job, (saved, loaded, keys, _) = training.Job(empty=False), misfit
     if not Path(folder, saved).exists():
-        engine, _ = training.make_engine(job, placed(saved))
-        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        engine, _ = training.make_trained(job, saved)
         engine.save_checkpoint(f"{folder}/{saved}")
         engine.destroy()
     engine, model = training.make_engine(job, placed(loaded, **keys))
@@ -166,7 +165,7 @@ def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, boo
     rows = []
     for name in ("NIG", "IIG"):
         for sizes in ((13, 37, 7), (13, 38, 7), (13, 37, 31, 7)):
-            engine, model = after_a_step(training.Job(sizes=sizes, empty=False), name)
+            engine, model = training.make_trained(training.Job(sizes=sizes, empty=False), name)
             if sizes == (13, 37, 7):
                 engine.save_checkpoint(f"{folder}/{name}")
             for only in (True, False) if sizes != (13, 37, 7) else ():
@@ -273,7 +272,7 @@ def test_a_save_that_one_rank_cannot_write_changes_nothing(ranks: Any, tmp_path:
 def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
     """Return the error, and differences after a load of the previous checkpoint."""
     job = training.Job(optimizer="Adam", empty=False)
-    engine, model = after_a_step(job, "IIG")
+    engine, model = training.make_trained(job, "IIG")
     engine.save_checkpoint(folder, tag="same")
     saved, write = snapshots.snapshot(engine, model, job), torch.save
 
@@ -304,7 +303,7 @@ def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Pa
 def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
     """Return the result of a load without a file latest; errors of a save and of a load with another tag on each rank,
     of a load of a tag that does not exist, and of a save to the name of a file."""
-    engine, _ = after_a_step(training.Job(empty=False), "NIG")
+    engine, _ = training.make_trained(training.Job(empty=False), "NIG")
     nothing, own = engine.load_checkpoint(folder), f"of rank {dist.get_rank()}"
     differing = [error_of(act, folder, tag=own) for act in (engine.save_checkpoint, engine.load_checkpoint)]
     missing = error_of(engine.load_checkpoint, folder, tag="some_tag")
@@ -451,8 +450,7 @@ def stock_case(folder: str, stage: int) -> float:
     weights = []
     for universal in (False, True):
         job.config["checkpoint"]["load_universal"] = universal
-        engine, model = training.make_engine(job, {"stage": stage})
-        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=int(universal)))
+        engine, model = training.make_trained(job, {"stage": stage}, skip=int(universal))
         if universal:
             engine.load_checkpoint(folder)
         else:

@@ -65,8 +65,7 @@ def test_half_of_the_ranks_continue_from_memory(ranks: Any, tmp_path: Path) -> N
 def four_ranks_case(base: str) -> None:
     """Take a step, save in memory, and store a snapshot of the states in a file."""
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
-    engine, model = training.make_engine(job, training.placed("IIG"))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine, model = training.make_trained(job, "IIG")
     deepspeed_ext.save_in_memory(engine, f"{base}/saved")
     observed = snapshots.snapshot(engine, model, job)
     if dist.get_rank() == 0:
@@ -257,8 +256,7 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
 
     config = {"checkpoint": {"async_save": True, "memory_folder": base, "memory_copies": copies}}
     job = training.Job(optimizer="Adam", empty=False, config=config)
-    engine, _ = training.make_engine(job, training.placed("NGG", 1))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine, _ = training.make_trained(job, training.placed("NGG", 1))
     in_memory._warn_once.cache_clear()
     with mock.patch.object(in_memory, "all_gather_rows", gathered), logs.logged() as lines:
         deepspeed_ext.save_in_memory(engine, f"{base}/saved")

@@ -264,8 +264,7 @@ def test_each_state_is_written_once(ranks: Any, tmp_path: Path, names: tuple[str
 def bytes_case(name: str, folder: str) -> tuple[int, int, int, int]:
     """Files of optimizer states, bytes of the largest, bytes received during the save, bytes of all states."""
     job = training.Job(sizes=(256, 512, 256), optimizer="Adam", empty=False)
-    engine, model = training.make_engine(job, placed(name))
-    training.step(engine, job)
+    engine, model = training.make_trained(job, name)
     if name[0] != "N":
         engine.optimizer.drain_parameters()  # of the step
     meter = TrafficMeter()

@@ -66,8 +66,7 @@ def load_case(
     job = job_of_kind(kind, dtype, **config)
     job = replace(job, zero={**job.zero, **(zero or {})})
     saved, loaded = pair
-    engine, model = training.make_engine(job, placed(loaded, group_size))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))  # something to be overwritten
+    engine, model = training.make_trained(job, placed(loaded, group_size), skip=7)  # something to be overwritten
     _, client_state = engine.load_checkpoint(f"{folder}/{saved}")
     assert client_state["epoch"] == 5
     seen = torch.load(f"{folder}/{saved}/seen.pt")
@@ -157,8 +156,7 @@ def weights_case(
     job = job_of("bf16", **UNIVERSAL)
     job = replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
     saved, loaded = pair
-    engine, model = training.make_engine(job, placed(loaded))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
+    engine, model = training.make_trained(job, loaded, skip=7)
     before = snapshots.snapshot(engine, model, job)
     engine.load_checkpoint(f"{folder}/{saved}", **part)
     after, expected = snapshots.snapshot(engine, model, job), torch.load(f"{folder}/{saved}/seen.pt")

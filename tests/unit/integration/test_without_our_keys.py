@@ -249,7 +249,7 @@ def checkpoint_case(folder: str) -> tuple[list[Any], list[Any], set[str]]:
         both = []
         for name, context in (("ours", calls_seen(seen)), ("theirs", without_us())):
             with context:
-                engine, model = snapshots.after_a_step(job, stage)
+                engine, model = training.make_trained(job, stage)
                 engine.save_checkpoint(f"{folder}/{stage}{name}", tag="tag")
                 engine.load_checkpoint(f"{folder}/{stage}{name}") if stage == "2" else None
                 engine.destroy()
@@ -280,7 +280,7 @@ def checkpoint_case(folder: str) -> tuple[list[Any], list[Any], set[str]]:
             differences: list[Any] = []
             for context in (calls_seen(seen), without_us()):
                 with context:
-                    engine, model = snapshots.after_a_step(universal, loaded)
+                    engine, model = training.make_trained(universal, loaded)
                     error = snapshots.error_of(engine.load_checkpoint, f"{folder}/{saved}")
                     found = snapshots.difference(wanted[saved], snapshots.snapshot(engine, model, universal))
                     engine.destroy()

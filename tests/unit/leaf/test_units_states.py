@@ -95,8 +95,7 @@ def checkpoint_case(
     snaps: list[dict[str, Any]] = []
     losses = []
     for number, (zero, loads) in enumerate(((ours, (None,)), (plain, (0,)), (ours, (0, 1)))):
-        engine, model = training.make_engine(job, zero)
-        snapshots.run(engine, job, snapshots.steps_of(job, 1 if number else 2, number))
+        engine, model = training.make_trained(job, zero, 1 if number else 2, number)
         for source in loads:
             if source is not None:
                 engine.load_checkpoint(f"{folder}/{source}")

@@ -283,8 +283,7 @@ def test_saves_are_refused_while_parameters_are_offloaded(ranks: Any, tmp_path: 
 def offloaded_case(folder: str) -> tuple[str, bool]:
     """Return the error of a save while parameters are offloaded, and whether a later save succeeds."""
     job = training.Job(zero=training.SMALL, empty=False)
-    engine, _ = training.make_engine(job, training.placed("IIG", **{KEY: {}}))
-    training.step(engine, job)
+    engine, _ = training.make_trained(job, training.placed("IIG", **{KEY: {}}))
     # Here the device is the host, and DeepSpeed looks for what is on the device.
     engine.optimizer.offloaded_states.add(OffloadStateTypeEnum.lp_params)
     error = ""
@@ -311,8 +310,7 @@ def halves_case(folder: str) -> list[list[str]]:
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():
-        engine, _ = training.make_engine(job, training.placed("NII", **key))
-        training.step(engine, job)
+        engine, _ = training.make_trained(job, training.placed("NII", **key))
         engine.save_checkpoint(folder, half)
         engine.destroy()
     warnings_of_loads = []

@@ -93,8 +93,7 @@ def not_sent(engine: Any) -> list[float]:
 def save_case(name: str, folder: str) -> list[float]:
     """Save after three steps, and convert; return the unsent gradients."""
     job = snapshots.job_of()
-    engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
-    snapshots.run(engine, job, snapshots.steps_of(job, 3), 0)
+    engine, _ = training.make_trained(job, training.placed(name, zeropp_loco_param={}), 3)
     engine.save_checkpoint(folder, name)
     unsent = not_sent(engine)
     engine.destroy()
@@ -124,12 +123,10 @@ def test_15_missing_residuals_warn_once_and_start_at_zero(ranks: Any, tmp_path: 
 def plain_case(folder: str) -> tuple[bool, list[str]]:
     """Load a checkpoint of a run without LoCo with LoCo, and vice versa; save without LoCo after a load with it."""
     job = snapshots.job_of()
-    engine, _ = training.make_engine(job, training.placed("NIG", 1))
-    snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+    engine, _ = training.make_trained(job, training.placed("NIG", 1), 2)
     engine.save_checkpoint(folder, "plain")
     engine.destroy()
-    engine, _ = training.make_engine(job, training.placed("NIG", 1, zeropp_loco_param={}))
-    snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+    engine, _ = training.make_trained(job, training.placed("NIG", 1, zeropp_loco_param={}), 2)
     engine.save_checkpoint(folder, "loco")
     with logged() as lines:
         engine.load_checkpoint(folder, "plain")
@@ -149,8 +146,7 @@ def test_15_converted_tag_is_saved_again(ranks: Any, tmp_path: Any) -> None:
 def again_case(folder: str) -> tuple[int, bool]:
     """Return the steps of a conversion whose source was replaced, and whether it has no residuals."""
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
-    engine, _ = training.make_engine(job, loco)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+    engine, _ = training.make_trained(job, loco)
     engine.save_checkpoint(folder, "tag")
     dist.barrier()
     snapshots.convert(folder)
@@ -172,8 +168,7 @@ def moved_case(folder: str) -> tuple[bool, ...]:
     """Return whether a converted checkpoint finds its residuals: after a move, with an old path, and with another's
     path."""
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
-    engine, _ = training.make_engine(job, loco)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+    engine, _ = training.make_trained(job, loco)
     engine.save_checkpoint(f"{folder}/first", "tag")
     engine.destroy()
     snapshots.convert(f"{folder}/first")
@@ -210,8 +205,7 @@ def disks_case(folder: str) -> bool:
     disk = str(Path(folder, str(node)))
     job = snapshots.job_of(checkpoint={"use_node_local_storage": True})
     with mock.patch.dict(os.environ, {"LOCAL_RANK": str(local)}):
-        engine, _ = training.make_engine(job, training.placed("NGG", zeropp_loco_param={}))
-        snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+        engine, _ = training.make_trained(job, training.placed("NGG", zeropp_loco_param={}), 2)
         engine.save_checkpoint(disk, "tag")
         before = [error.committed for error in engine.optimizer.error_state._errors.values()]
         snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)

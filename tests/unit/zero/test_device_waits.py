@@ -258,8 +258,7 @@ def windows_case() -> list[list[bool]]:
     for pinned in (True, False):
         with device_with_streams():
             on_host = {"offload_param": {"device": "cpu", "pin_memory": pinned}}
-            engine, _ = training.make_engine(job, placed("IIG", **on_host))
-            training.step(engine, job)
+            engine, _ = training.make_trained(job, placed("IIG", **on_host))
             updates = engine.optimizer.slices["dense"]._update_of
             complete.append([update.is_complete for update in updates.values()])
             engine.destroy()

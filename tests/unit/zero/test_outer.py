@@ -294,8 +294,7 @@ def elsewhere_case(name: str, folder: str) -> tuple[Any, ...]:
     headers that name other ranks."""
     job = snapshots.job_of("fp32")
     where = f"{folder}/{name}"
-    engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
-    snapshots.run(engine, job, snapshots.steps_of(job, 3))
+    engine, model = training.make_trained(job, training.placed(name, 2, **{KEY: {"steps": 2}}), 3)
     theirs = snapshots.snapshot(engine, model, job)
     with engine.optimizer.outer.use_outer_weights():
         anchors = _weights(engine, model)
@@ -357,8 +356,7 @@ def test_another_run_continues_from_the_anchors(ranks: Any, tmp_path: Any, names
 def converted_case(folder: str, name: str) -> list[str]:
     """Return where a universal checkpoint's weights differ from the anchors, in runs of other strategies and sizes."""
     job = snapshots.job_of("fp32")
-    engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
-    snapshots.run(engine, job, snapshots.steps_of(job, 3))
+    engine, model = training.make_trained(job, training.placed(name, 2, **{KEY: {"steps": 2}}), 3)
     with engine.optimizer.outer.use_outer_weights():
         anchors = _weights(engine, model)
     engine.save_checkpoint(folder)
@@ -389,15 +387,13 @@ def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
     save's after a load, with and without such files of the previous save."""
     job = snapshots.job_of("fp32")
     outer, plain = training.placed("NII", 1, **{KEY: {"steps": 2}}), training.placed("NII", 1)
-    engine, model = training.make_engine(job, outer)
-    snapshots.run(engine, job, snapshots.steps_of(job, 3))
+    engine, model = training.make_trained(job, outer, 3)
     engine.save_checkpoint(folder, "tag")
     engine.destroy()
     old = sorted(Path(folder, "tag").glob("outer_rank_*.pt"))
     own = old[dist.get_rank()]
     shutil.copy(own, f"{folder}/{own.name}")
-    engine, model = training.make_engine(job, plain)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine, model = training.make_trained(job, plain)
     engine.save_checkpoint(folder, "tag")
     saved = _weights(engine, model)
     engine.destroy()

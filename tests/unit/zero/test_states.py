@@ -121,8 +121,7 @@ def reloaded_case(name: str) -> list[tuple[bool, bool]]:
 
     job = training.Job(groups=2, zero=SEVERAL_BUCKETS)
     results = []
-    engine, model = training.make_engine(job, placed(name))
-    training.step(engine, job)
+    engine, model = training.make_trained(job, name)
     used = [p for layer in model.layers for p in layer.parameters()]
     for include in (None, ["optim_states"]):
         with mock.patch.multiple(stage_1_and_2, offload_optimizer_states=moved, reload_optimizer_states=moved):

@@ -170,8 +170,7 @@ def iteration_case() -> tuple[bool, bool, list[set[str]]]:
     job = training.Job(empty=False)
     classes = []
     with updates_held_until_waited_for() as gate:
-        engine, model = training.make_engine(job, AHEAD)
-        training.step(engine, job)
+        engine, model = training.make_trained(job, AHEAD)
         engine.zero_grad()  # as HF's Trainer does
         model.train()
         begun, waited = engine.optimizer.updates.gathers.in_flight, gate.is_set()
