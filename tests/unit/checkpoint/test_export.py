@@ -63,9 +63,8 @@ def header(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def parity_case(name: str, folder: str, dtype: str) -> Any:
-    """Return this rank; differences from DeepSpeed's full state dict; missing names; whether training
-    continues as without an export; elements live at once and those of the largest module; and bytes of host
-    buffers."""
+    """Return this rank; differences from DeepSpeed's full state dict; missing names; whether training continues as
+    without an export; elements live at once and those of the largest module; and bytes of host buffers."""
     more = {**GATHER, "paro_overlap_updates": True}
     tied = "layers.1.weight", "layers.2.weight"
     job = training.Job(

@@ -444,8 +444,7 @@ def test_stock_loads_files_that_are_no_zip_archives(ranks: Any, tmp_path: Path, 
 
 
 def stock_case(folder: str, stage: int) -> float:
-    """Return the largest difference after stock DeepSpeed loads its universal checkpoint with this package
-    installed."""
+    """Return the largest difference after stock DeepSpeed loads its universal checkpoint beside this package."""
     job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"checkpoint_serialization": False}})
     weights = []
     for universal in (False, True):

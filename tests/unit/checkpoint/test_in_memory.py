@@ -189,8 +189,7 @@ def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
 
 
 def spoil(base: str, folder: str, what: str) -> None:
-    """Remove the folders of ranks 1 and 3, which have the same files, of the last save or all saves; or change
-    files."""
+    """Remove the folders of ranks 1 and 3, with the same files, of the last or all saves; or change files."""
     if what in ("torn", "missing"):
         for manifest in Path(base).glob("node*/*/*-[13]/manifest.json"):
             tag = json.loads(json.loads(manifest.read_text())["part"])["save"]["tag"]

@@ -140,8 +140,7 @@ def test_multiprocessing_child_completes_updates_at_exit(ranks: Any) -> None:
 
 
 def wait_case() -> tuple[int, int]:
-    """Return the number of unfinished transfers of IIG before and after ``wait_for_updates``; the other group steps
-    late."""
+    """Return the unfinished transfers of IIG before and after ``wait_for_updates``; the other group steps late."""
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **training.SMALL))
     x, y = next(training.batches(job))

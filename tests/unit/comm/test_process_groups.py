@@ -107,8 +107,7 @@ def test_groups_are_created_once_per_data_parallel_group(ranks: Any) -> None:
 
 
 def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]], dict[str, list[int] | None]]:
-    """Return the ranks of this rank's groups, whether a second call returns the same groups, and ranks with the same
-    shard by placement."""
+    """Return this rank's groups, whether a second call returns the same, and ranks with one shard by placement."""
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
     for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):

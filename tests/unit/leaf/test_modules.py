@@ -197,8 +197,7 @@ def test_choice_table_is_logged(ranks: Any) -> None:
 
 
 def report_case() -> list[list[tuple[str, str]]]:
-    """Return the logged and printed lines with a budget, a threshold, one without effect, and one that splits
-    experts."""
+    """Return the lines with a budget, a threshold, one without effect, one that splits experts, and by default."""
     job = training.Job(network=mixtures.Mixtures, empty=False)
     thresholds = ({"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in (100, 5, 60))
     keys = [{"stage3_leaf_bytes": True}, *thresholds, {"paro_strategy": "GGG"}]

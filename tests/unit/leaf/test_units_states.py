@@ -54,8 +54,7 @@ def test_persistent_parameters_stay_during_first_step(ranks: Any) -> None:
 
 
 def persistent_case() -> list[list[bool]]:
-    """Return whether all small parameters are available after each of three forwards: with our optimizer without and
-    with units, and with stock."""
+    """Return whether small parameters are available after each of three forwards: ours, with units, and stock."""
     rows, ours = [], {"paro_strategy": "GGG"}
     for keys in (ours, {**ours, "stage3_module_granularity_threshold": 60}, {"stage": 3}):
         job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})

@@ -54,8 +54,7 @@ def make_model(name: str, implementation: str = "eager") -> Any:
 def train(
     name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
-    """Train two steps; return losses, full weights, and the result of ``look`` at the end. Ranks have their own
-    tokens."""
+    """Train two steps, each rank with its own tokens; return losses, full weights, and the result of ``look``."""
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
@@ -255,8 +254,7 @@ def test_interrupted_backward_leaves_no_state(ranks: Any) -> None:
 
 
 def given_up_case() -> dict[str, bool]:
-    """Return whether weights equal those of a run without the micro-batch that raised in backward, between two
-    windows."""
+    """Return whether weights equal those without the micro-batch whose backward raised between two windows."""
 
     class Interrupted(Exception):
         pass

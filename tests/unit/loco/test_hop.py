@@ -29,8 +29,7 @@ def test_06_hop_computes_mean_for_all_shapes_and_ranks(ranks: Any, world: int, b
 
 
 def mean_case(bits: int) -> list[tuple[str, float, float]]:
-    """Return shape and dtype, the projection of the result on the fp64 mean, and the largest error relative to its
-    bound."""
+    """Return shape and dtype, the projection on the fp64 mean, and the largest error relative to its bound."""
     world, rank = dist.get_world_size(), dist.get_rank()
     hop = LocoHop(dist.get_world_group(), "hop", LocoSettings(bits=bits))
     rows = []
@@ -120,8 +119,7 @@ def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation
 
 
 def reset_case(name: str, accumulation: int) -> tuple[list[bool], float]:
-    """Return whether there are errors after each of seven steps with resets after three, and how often each was
-    updated."""
+    """Return after which of seven steps, with resets after three, there are errors; and updates of each a step."""
     job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
     loco = {"zeropp_loco_param": {"reset_T": 3}}
     engine, _ = training.make_engine(job, training.placed(name, **loco))

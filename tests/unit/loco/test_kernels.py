@@ -192,8 +192,7 @@ def test_nothing_is_written_after_a_row() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 def test_unsent_differences_are_sent_later(dtype: torch.dtype, bits: int) -> None:
-    """There is no drift: the replica is within a quantization step of the last difference, and converges in a
-    pause."""
+    """Without drift: the replica is within a quantization step of the last difference, and converges in a pause."""
     torch.manual_seed(1)
     packing, width = Packing(bits, 128), 1000
     master = torch.randn(1, width) * 0.02

@@ -153,8 +153,7 @@ def test_lossless_updates_do_not_change_training(ranks: Any, job: str, names: tu
 
 
 def exact_case(name: str, job: Job) -> tuple[bool, int]:
-    """Return whether losses, norms, and weights equal those without the key, bit for bit; and the number of encoded
-    messages."""
+    """Return whether losses, norms, and weights equal those without the key in all bits; and encoded messages."""
     with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
         ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
     plain = training.train(job, training.placed(name))
@@ -305,8 +304,7 @@ def test_loads_warn_about_missing_and_unused_errors(ranks: Any, tmp_path: Any) -
 
 
 def halves_case(folder: str) -> list[list[str]]:
-    """Return the warnings of loads: errors of one half of an all-reduce into both, both into one, and both into
-    both."""
+    """Return the warnings of loads of errors: of one half of an all-reduce into both, of both into one and both."""
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():

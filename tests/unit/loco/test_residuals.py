@@ -165,8 +165,7 @@ def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path
 
 
 def moved_case(folder: str) -> tuple[bool, ...]:
-    """Return whether a converted checkpoint finds its residuals: after a move, with an old path, and with another's
-    path."""
+    """Return whether a converted checkpoint finds residuals: after a move, with an old path, with another's path."""
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_trained(job, loco)
     engine.save_checkpoint(f"{folder}/first", "tag")

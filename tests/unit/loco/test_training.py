@@ -61,8 +61,7 @@ def test_unsent_gradients_are_sent_in_later_steps(ranks: Any, accumulation: int,
 
 
 def feedback_case(name: str, accumulation: int) -> list[float]:
-    """Return the relative error of the mean gradient, with and without feedback. With accumulation,
-    some steps skip layers."""
+    """Return the mean gradient's relative error, with and without feedback; with accumulation, steps skip layers."""
     steps = 8
     job = training.Job(accumulation=accumulation, clipping=0.0, empty=False, groups=2, zero=training.SMALL)
 
@@ -106,8 +105,7 @@ def test_padding_stays_zero(ranks: Any) -> None:
 
 
 def padding_case(name: str) -> tuple[int, float]:
-    """Return the number of padding elements in this rank's shards, and their largest value at the boundary,
-    rotated."""
+    """Return the padding elements in this rank's shards, and their largest value at the boundary, rotated."""
     job = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2)
     engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"hadamard": True}))
     optimizer, data = engine.optimizer, training.batches(job)
@@ -142,8 +140,7 @@ def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:
 
 
 def offload_case(name: str) -> tuple[float, list[tuple[str, bool]]]:
-    """Return the largest difference of weights to the same run without offload, the device of errors, and whether they
-    are pinned."""
+    """Return the largest difference of weights to the run without offload; where errors are, and whether pinned."""
     job, devices = training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL), []
 
     def look(engine: Any) -> None:

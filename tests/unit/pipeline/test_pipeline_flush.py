@@ -54,8 +54,7 @@ def test_bytes_and_memory_match_the_formula(ranks: Any, names: tuple[str, ...]) 
 
 
 def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
-    """Return for each strategy the parameters of this stage, bytes received from each rank in a step, and bytes before
-    it."""
+    """Return for each strategy this stage's parameters, bytes received from ranks in a step, and held before it."""
     rows = []
     for name in names:
         pipe = pipelines.Pipe(micro_batches=MICRO_BATCHES, widths=WIDTHS, tied=False, zero=ZERO)

@@ -97,8 +97,7 @@ def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, given: str, zer
 
 
 def mesh_case(zero: dict[str, Any], source: str) -> None:
-    """Create an engine with two data-parallel ranks of two sequence-parallel ranks each, or after one that had
-    them."""
+    """Create an engine with two data-parallel ranks of two sequence-parallel ranks, or after one that had them."""
     if source == "by an earlier engine":
         make_engine({"stage": 3}, ON_MESH).destroy()
     mesh: dict[str, Any] = {"mesh_param": (2, 2)} if source == "mesh_param" else {}
@@ -123,8 +122,7 @@ def test_a_stock_engine_reshards_a_model_of_ours(ranks: Any) -> None:
 
 
 def takeover_case() -> float:
-    """Return the distance of a stock engine on a mesh, over the model of one of our engines, from one over a new
-    model."""
+    """Return how far a stock engine on a mesh, over the model of an engine of ours, is from one over a new model."""
     expected = train(make_engine({"stage": 3}, ON_MESH))
     deepspeed.utils.groups.mesh_device = None  # which DeepSpeed keeps
     engine = make_engine({"paro_strategy": "INI", "paro_group_size": 2}, {})

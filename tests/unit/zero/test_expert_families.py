@@ -198,8 +198,7 @@ def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path:
 
 
 def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
-    """Return whether training continues equally from its own and from the other's checkpoint, and errors of bad
-    loads."""
+    """Return whether training continues equally from its own and the other's checkpoint; errors of bad loads."""
     equal = {}
     routed = Job(sizes=expert_cases.SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
     mixtral = Job(sizes=expert_cases.SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))

@@ -50,8 +50,7 @@ def test_different_module_orders_raise_within_a_group(ranks: Any) -> None:
 
 
 def compare_case() -> tuple[list[str], bool]:
-    """Compare records within groups of two; return the errors, and whether DeepSpeed compares over all ranks
-    afterwards."""
+    """Compare records within groups of two; return the errors, and whether later comparisons are over all ranks."""
     errors = []
     for records, _ in RECORDS.values():
         try:
@@ -129,8 +128,7 @@ def test_one_context_gathers_from_several_engines(ranks: Any, modifier: int, nam
 
 
 def several_engines_case(modifier: int, names: tuple[str, ...]) -> list[int]:
-    """Modify parameters of two engines, and a layer under zero.Init without an engine, in one context; return the
-    number of wrong elements of each afterwards."""
+    """Modify parameters of two engines and of a layer without one in one context; return wrong elements of each."""
     engines = [training.make_engine(Job(empty=False), placed(name)) for name in names]
     with deepspeed.zero.Init():
         later = torch.nn.Linear(5, 7)

@@ -55,8 +55,7 @@ has_mallinfo = pytest.mark.skipif(mallinfo2 is None, reason="needs glibc 2.33")
 
 
 def start_engine(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None]]:
-    """Return an engine after its first step, which creates the optimizer's states, and a function for its
-    micro-steps."""
+    """Return an engine after its first step, which creates states, and a function for its micro-steps."""
     details = training.Job(**{**MIXED, **job})
     engine, _ = training.make_engine(details, training.placed(name, group))
     data = training.batches(details)
@@ -218,8 +217,7 @@ def test_offloaded_gradients_stay_on_the_host(ranks: Any, torch_adam: bool) -> N
 
 
 def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, int, int, list[int]]]:
-    """Return bytes allocated by a micro-step, elements of the model, and elements that upstream's readers find on the
-    host."""
+    """Return bytes that a micro-step allocates, the model's elements, and those that upstream finds on the host."""
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_force_ds_cpu_optimizer": False, "optimizer": {"params": {"lr": 1e-2, "torch_adam": torch_adam}}}
     rows = []

@@ -163,8 +163,7 @@ def test_a_step_that_is_not_applied_keeps_the_momentum(ranks: Any, names: tuple[
 
 
 def lost_case(name: str) -> tuple[bool, bool, float]:
-    """Whether a step that overflows, and one that raises in its update, keep the momentum; differences of later
-    steps."""
+    """Whether steps that overflow, or raise in the update, keep the momentum; differences of later steps."""
     # With a constant loss scale, later steps must be equal to a run without the lost steps. There are more matrices
     # than ranks, so Muon runs in rounds.
     config = {"fp16": {"enabled": True, "loss_scale": 256}}

@@ -216,8 +216,7 @@ def test_parity_of_a_boundary_declared_after_backward(ranks: Any) -> None:
 
 
 def late_boundary_case(name: str) -> float:
-    """Return the difference of weights if the caller declares the boundary before the last backward or before the
-    step."""
+    """Return the difference of weights if the boundary is declared before the last backward or before the step."""
     job = Job(accumulation=2)
     weights = []
     for late in (False, True):

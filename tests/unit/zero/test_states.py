@@ -202,8 +202,7 @@ def every_accessor_case(name: str, dtype: str, zero: Any) -> list[str]:
 
 
 def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
-    """After a backward at the boundary, return functions that do not return set values, and wrong values in the
-    step."""
+    """After a boundary's backward, return functions that do not return set values, and wrong values in the step."""
     generator, wrong = torch.Generator().manual_seed(3), list[str]()
     of_parts = all(hasattr(param, "ds_id") for param in params)
     shapes = [getattr(param, "ds_shape", param.shape) for param in params]
