@@ -134,7 +134,11 @@ class Ranks:
 
     def each(self, fn: Callable[..., Any], items: Iterable[Any], *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Run ``fn(item, *args, **kwargs)`` for each item, in one case; return items with results, rank by rank."""
-        return [row for rows in self.run(run_each, fn, tuple(items), args, kwargs) for row in rows]
+        return self.rows(run_each, fn, tuple(items), args, kwargs)
+
+    def rows(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run ``fn``, which returns several results; return all of them, rank by rank."""
+        return [row for rows in self.run(fn, *args, **kwargs) for row in rows]
 
     def run_expect_error(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Raised]:
         """Run ``fn``, which must raise on every rank, and return the error of each; the ranks stay alive.

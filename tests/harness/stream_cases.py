@@ -181,8 +181,7 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
         return
     given = OPTIONS[options]
     if given.pipe is not None:
-        engine: Any = pipelines.make_pipeline(given.pipe, placed(name, **{"group_size": 1, **given.zero, **more}))
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        engine, data = pipelines.start(given.pipe, placed(name, **{"group_size": 1, **given.zero, **more}))
         with stepping_on_host(engine, order), order.watch():
             for _ in range(steps or given.pipe.steps):
                 engine.train_batch(data)

@@ -22,10 +22,9 @@ RESETS = ("NNN", "NNG", "NIG", "NGG", "ING", "IIG", "GGG")
 
 @pytest.mark.parametrize("world, bits", [(3, 4), (2, 8), *deep((2, 4), (5, 4), (6, 4), (3, 8), (5, 8), (6, 8))])
 def test_06_hop_computes_mean_for_all_shapes_and_ranks(ranks: Any, world: int, bits: int) -> None:
-    for rows in ranks(world).run(mean_case, bits):
-        for case, projection, excess in rows:
-            assert 0.97 < projection < 1.03, (case, projection)
-            assert excess <= 1, (case, excess)
+    for case, projection, excess in ranks(world).rows(mean_case, bits):
+        assert 0.97 < projection < 1.03, (case, projection)
+        assert excess <= 1, (case, excess)
 
 
 def mean_case(bits: int) -> list[tuple[str, float, float]]:

@@ -129,9 +129,8 @@ def padding_case(name: str) -> tuple[int, float]:
 
 
 def test_dynamic_graphs_offload_and_settings(ranks: Any) -> None:
-    for rows in ranks(4).run(options_case):
-        for case, norms, weights, equal in rows:
-            assert norms < 0.06 and weights < 0.03 and equal, (case, norms, weights)
+    for case, norms, weights, equal in ranks(4).rows(options_case):
+        assert norms < 0.06 and weights < 0.03 and equal, (case, norms, weights)
 
 
 def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:

@@ -58,8 +58,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     rows = []
     for name in names:
         pipe = pipelines.Pipe(micro_batches=MICRO_BATCHES, widths=WIDTHS, tied=False, zero=ZERO)
-        engine = pipelines.make_pipeline(pipe, {"paro_strategy": name, "paro_group_size": 2})
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        engine, data = pipelines.start(pipe, {"paro_strategy": name, "paro_group_size": 2})
         states = []
 
         def note(engine: Any, states: list[Any] = states) -> None:
@@ -96,8 +95,7 @@ def test_stages_exchange_shards_of_tied_gradients(ranks: Any, name: str) -> None
 
 def tied_case(name: str) -> tuple[int, int, int]:
     """Return the messages of tied gradients in a step, elements of the weight, and elements that this rank sends."""
-    engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": name, "paro_group_size": 2})
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine, data = pipelines.start(pipelines.Pipe(), {"paro_strategy": name, "paro_group_size": 2})
     engine.train_batch(data)
     with exchanges() as messages:
         engine.train_batch(data)
@@ -147,8 +145,7 @@ def collectives_case() -> tuple[int, ...]:
     """Train with NIG; return reductions inside the group and between groups in a step, reductions between groups
     before the last micro-batch's backward and before the flush, and open transfers."""
     pipe = pipelines.Pipe(zero={"reduce_bucket_size": 300, "overlap_comm": True})
-    engine = pipelines.make_pipeline(pipe, {"paro_strategy": "NIG", "paro_group_size": 2})
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine, data = pipelines.start(pipe, {"paro_strategy": "NIG", "paro_group_size": 2})
     engine.train_batch(data)
     open_transfers, early = [], []
     backward = engine._INSTRUCTION_MAP[schedule.BackwardPass]

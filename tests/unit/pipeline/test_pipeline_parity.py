@@ -25,11 +25,10 @@ def run(
     **pipe: Any,
 ) -> None:
     """Compare, and check bounds that fp32 rounding does not reach; no gradient may be missing."""
-    for rows in ranks(world).run(pipeline_case, names, group, oracles, pipe):
-        for row in rows:
-            assert row.same, row
-            assert row.weights <= bound and row.losses <= bound and row.norms <= norms, row
-            assert row.kind == ("Stage3Optimizer" if row.strategy[:2] in ("IN", "GN", "3 ") else row.kind), row
+    for row in ranks(world).rows(pipeline_case, names, group, oracles, pipe):
+        assert row.same, row
+        assert row.weights <= bound and row.losses <= bound and row.norms <= norms, row
+        assert row.kind == ("Stage3Optimizer" if row.strategy[:2] in ("IN", "GN", "3 ") else row.kind), row
 
 
 def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:
@@ -143,9 +142,8 @@ def overflow_case() -> list[tuple[str, bool]]:
 
 
 def test_compression_keeps_tied_weights_equal_on_all_stages(ranks: Any, kernels: bool) -> None:
-    for rows in ranks(4).run(loco_case):
-        for name, equal, weights in rows:
-            assert equal and weights < 0.05, (name, equal, weights)
+    for name, equal, weights in ranks(4).rows(loco_case):
+        assert equal and weights < 0.05, (name, equal, weights)
 
 
 def loco_case() -> list[tuple[str, bool, float]]:
@@ -164,9 +162,8 @@ def loco_case() -> list[tuple[str, bool, float]]:
 
 
 def test_tensor_parallel_pipelines_match_zero_1(ranks: Any) -> None:
-    for rows in ranks(8).run(tensor_parallel_case):
-        for row in rows:
-            assert row.same and max(row.weights, row.losses, row.norms) < 1e-6, row
+    for row in ranks(8).rows(tensor_parallel_case):
+        assert row.same and max(row.weights, row.losses, row.norms) < 1e-6, row
 
 
 def tensor_parallel_case() -> list[Any]:
@@ -187,6 +184,5 @@ def test_evaluation_between_steps(ranks: Any) -> None:
 
 def evaluation_case(name: str) -> list[float]:
     """Return losses of alternating training and evaluation."""
-    engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1))
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine, data = pipelines.start(pipelines.Pipe(), placed(name, 1))
     return [round(float(run(data)), 5) for run in (engine.train_batch, engine.eval_batch) * 2]

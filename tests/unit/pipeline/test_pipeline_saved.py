@@ -33,8 +33,7 @@ def test_a_resumed_pipeline_matches_an_uninterrupted_run(
 def resume_case(name: str, folder: str, tied: bool, experts: int) -> tuple[bool, bool]:
     """Return strategies, and whether weights and losses after a load are bitwise equal to the saved run's."""
     pipe = pipelines.Pipe(2, 2, optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2, experts=experts)
-    engine = pipelines.make_pipeline(pipe, placed(name, 1))
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine, data = pipelines.start(pipe, placed(name, 1))
     engine.train_batch(data)
     engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
     losses = [float(engine.train_batch(data)) for _ in range(2)]
@@ -111,10 +110,9 @@ def full_states(engine: Any) -> dict[str, Any]:
 
 
 def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(weights_case, str(tmp_path)):
-        for name, loaded, trained in rows:
-            assert loaded == 0.0, name
-            assert trained < 1e-6, name  # from the weights that were loaded
+    for name, loaded, trained in ranks(4).rows(weights_case, str(tmp_path)):
+        assert loaded == 0.0, name
+        assert trained < 1e-6, name  # from the weights that were loaded
 
 
 def weights_case(folder: str) -> list[tuple[str, float, float]]:
@@ -149,8 +147,7 @@ def test_a_missing_layer_is_named_before_anything_changes(ranks: Any, tmp_path: 
 
 def missing_case(folder: str) -> tuple[str, bool]:
     """Return the error of a load without one layer's file, and whether it has changed anything."""
-    engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine, data = pipelines.start(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
     engine.train_batch(data)
     engine.save_checkpoint(folder, tag="a")
     engine.train_batch(data)

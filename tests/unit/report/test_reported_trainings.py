@@ -134,8 +134,7 @@ def pipeline(folder: str, name: str) -> list[str]:
     """Losses of two pipelines that train the same, of which the second is reported on."""
     losses = []
     for more in ({}, {"paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}):
-        engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1, **more))
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        engine, data = pipelines.start(pipelines.Pipe(), placed(name, 1, **more))
         with links_given():
             losses.append(str([engine.train_batch(data).item() for _ in range(10)]))
         assert "train_batch" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)

@@ -59,10 +59,9 @@ def destroyed_case(name: str) -> list[str]:
 
 
 def test_strategies_train_one_model_in_turn(ranks: Any) -> None:
-    for rank_rows in ranks(4).run(strategies_in_turn_case):
-        for name, lost, difference, equal in rank_rows:
-            assert lost == 0.0, f"{name} got other weights than the last one left"
-            assert difference <= 1e-5 and equal, (name, difference, equal)
+    for name, lost, difference, equal in ranks(4).rows(strategies_in_turn_case):
+        assert lost == 0.0, f"{name} got other weights than the last one left"
+        assert difference <= 1e-5 and equal, (name, difference, equal)
 
 
 def strategies_in_turn_case() -> list[tuple[str, float, float, bool]]:

@@ -101,9 +101,8 @@ def test_quantization_errors_of_families_are_separate(
     ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]
 ) -> None:
     """Eight bits are close to exact, and each family has its own four bits."""
-    for rows in ranks(4).run(expert_cases.few_bits_case, kind, names):
-        for row in rows:
-            assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
+    for row in ranks(4).rows(expert_cases.few_bits_case, kind, names):
+        assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
 
 
 @pytest.mark.parametrize("frozen", ["experts", *deep("others")])

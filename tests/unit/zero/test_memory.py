@@ -127,15 +127,14 @@ def bytes_at_boundary(strategy: Strategy, cluster: GroupSizes, states: ModelStat
 @has_mallinfo
 def test_a_step_allocates_only_a_few_buckets(ranks: Any, names: tuple[str, ...]) -> None:
     cluster, states = GroupSizes(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
-    for rows in ranks(4).run(peak_case, names, 2):
-        for name, units, accumulating, boundary in rows:
-            # A layer that is gathered and unpacked, its gradient, the bucket, its message, the parts that arrive and
-            # their sum in fp32, gloo's own copies: 10 layers were counted. A second copy of anything is 24 or more.
-            # A unit of two layers has another layer gathered, and two more gradients.
-            slack = (18 if units else 14) / LAYERS * states.parameters
-            assert slack / 14 < accumulating < slack, (name, accumulating / slack)  # a gathered layer is seen
-            boundary -= bytes_at_boundary(STRATEGIES[name], cluster, states)
-            assert boundary < slack, (name, boundary / slack)
+    for name, units, accumulating, boundary in ranks(4).rows(peak_case, names, 2):
+        # A layer that is gathered and unpacked, its gradient, the bucket, its message, the parts that arrive and
+        # their sum in fp32, gloo's own copies: 10 layers were counted. A second copy of anything is 24 or more.
+        # A unit of two layers has another layer gathered, and two more gradients.
+        slack = (18 if units else 14) / LAYERS * states.parameters
+        assert slack / 14 < accumulating < slack, (name, accumulating / slack)  # a gathered layer is seen
+        boundary -= bytes_at_boundary(STRATEGIES[name], cluster, states)
+        assert boundary < slack, (name, boundary / slack)
 
 
 def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, bool, float, float]]:
@@ -167,14 +166,13 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, bool, float
 def test_muon_allocates_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str, ...]) -> None:
     """It needs this step's momentum in fp32 until the step is applied, and rounds of a matrix for each owner."""
     cluster = GroupSizes(4, 2)
-    for rows in ranks(4).run(muon_case, names):
-        for name, momentum, peak in rows:
-            shard = LAYERS * LAYER / cluster.shards(STRATEGIES[name].os)
-            # Newton-Schulz of a matrix with what travels: 32 to 35 bytes for each of its elements were counted. A copy
-            # of all matrices in bf16 is 48.
-            slack = 42 * LAYER
-            assert momentum == pytest.approx(shard, rel=0.02), (name, momentum)
-            assert peak < 4 * shard + slack, (name, (peak - 4 * shard) / LAYER)
+    for name, momentum, peak in ranks(4).rows(muon_case, names):
+        shard = LAYERS * LAYER / cluster.shards(STRATEGIES[name].os)
+        # Newton-Schulz of a matrix with what travels: 32 to 35 bytes for each of its elements were counted. A copy
+        # of all matrices in bf16 is 48.
+        slack = 42 * LAYER
+        assert momentum == pytest.approx(shard, rel=0.02), (name, momentum)
+        assert peak < 4 * shard + slack, (name, (peak - 4 * shard) / LAYER)
 
 
 def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
@@ -207,13 +205,12 @@ def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
 @has_mallinfo
 def test_offloaded_gradients_stay_on_the_host(ranks: Any, torch_adam: bool) -> None:
     """The optimizer reads them there: with g = G a micro-step allocates no other memory that outlives it."""
-    for rows in ranks(4).run(offloaded_case, ("NGG", "NIG"), torch_adam):
-        for name, growth, numel, shares in rows:
-            gradients = 2 * numel  # bytes, in bf16
-            expected = {"NGG": 0, "NIG": gradients / 2}[name]
-            assert growth == pytest.approx(expected, abs=gradients / 16), name
-            assert not shares or name == "NGG", "there is nothing on the host before the boundary"
-            assert name != "NGG" or 0.2 * numel < sum(shares) < 0.3 * numel, shares
+    for name, growth, numel, shares in ranks(4).rows(offloaded_case, ("NGG", "NIG"), torch_adam):
+        gradients = 2 * numel  # bytes, in bf16
+        expected = {"NGG": 0, "NIG": gradients / 2}[name]
+        assert growth == pytest.approx(expected, abs=gradients / 16), name
+        assert not shares or name == "NGG", "there is nothing on the host before the boundary"
+        assert name != "NGG" or 0.2 * numel < sum(shares) < 0.3 * numel, shares
 
 
 def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, int, int, list[int]]]:

@@ -88,11 +88,10 @@ def test_training_matches_a_model_copy_for_each_group(
     outer: dict[str, Any],
     bound: float,
 ) -> None:
-    for rows in ranks(n).run(outer_oracle.beside, names, job, outer, group_size):
-        for row in rows:
-            assert row.weights < bound and row.losses < bound and row.anchors and row.together, row
-            assert row.measures < max(bound, 1e-3), row
-            assert bound == EXACT or row.weights > EXACT, row
+    for row in ranks(n).rows(outer_oracle.beside, names, job, outer, group_size):
+        assert row.weights < bound and row.losses < bound and row.anchors and row.together, row
+        assert row.measures < max(bound, 1e-3), row
+        assert bound == EXACT or row.weights > EXACT, row
 
 
 MUON = replace(JOB, optimizer="Muon", accumulation=2, steps=3)
