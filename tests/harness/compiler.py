@@ -8,11 +8,7 @@ COMPILER = "g++"
 
 
 def run(*command: str) -> None:
-    """Run a command of the compiler's.
-
-    Raises:
-        RuntimeError: it fails; the message has the end of its output.
-    """
+    """Run a command of the compiler's; if it fails, raise RuntimeError with the end of its output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-5000:]}")

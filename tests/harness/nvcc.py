@@ -40,13 +40,8 @@ class Taken(NamedTuple):
 
 
 def compile_source(source: str, capabilities: Sequence[str], output: Path, *more: str) -> tuple[list[Taken], str]:
-    """Compile a source as the package's builder does, and return the resources of its kernels, and the output of nvcc.
-
-    Args:
-        source: one of ``SOURCES``.
-        capabilities: ``("8.0", "9.0")``.
-        output: path of the object.
-        more: arguments of nvcc: ``-c`` for an object, ``-fatbin`` for the device's code alone.
+    """Compile one of ``SOURCES`` as the package's builder does, for capabilities such as "9.0"; return the resources
+    of its kernels, and the output of nvcc. ``more`` has ``-c`` for an object, ``-fatbin`` for the device's code alone.
 
     Raises:
         RuntimeError: it does not compile.

@@ -117,17 +117,11 @@ class Ranks:
         self._pool = pool
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
-        """Run ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
-
-        Args:
-            fn: a function at the top level of a module; ranks import it by name.
-            args: positional arguments of ``fn``, the same for every rank.
-            timeout: seconds until all ranks must have answered.
-            kwargs: keyword arguments of ``fn``.
+        """Run ``fn(*args, **kwargs)`` on every rank and return the results in rank order; ranks import ``fn`` by name.
 
         Raises:
             RankError: a rank raised or died. Its traceback is in the message, and the pool restarts at its next use.
-            RankTimeout: a rank did not answer; it was killed with all others.
+            RankTimeout: a rank did not answer in ``timeout`` seconds; it was killed with all others.
             pytest.skip.Exception: all ranks called ``pytest.skip``.
         """
         return [answer.value for answer in self._call(_case(fn, args, kwargs), Finished, timeout)]
@@ -219,11 +213,8 @@ class Ranks:
 
 
 class RankPool:
-    """Processes that all cases share: as many as the largest case needs, started when they are first needed.
-
-    Args:
-        preload: modules that are already imported in ranks, in addition to DeepSpeed.
-    """
+    """Processes that all cases share: as many as the largest case needs, started when they are first needed. Modules
+    of ``preload`` are imported in them, in addition to DeepSpeed."""
 
     def __init__(self, preload: tuple[str, ...] = ()) -> None:
         self._preload = preload
@@ -332,10 +323,7 @@ def remove_stale_build_locks(directory: Path) -> TextIO:
     """Remove the lock files of killed builds of torch extensions: every later build would wait for them forever.
 
     Torch's lock does not say who holds it. Sessions therefore share a lock of their own, which dies with its holder,
-    and only a session that is alone removes torch's.
-
-    Returns:
-        The session's lock, to be kept open.
+    and only a session that is alone removes torch's. Keep the returned lock open.
     """
     directory.mkdir(parents=True, exist_ok=True)
     session_lock = (directory / "sessions").open("w")

@@ -129,11 +129,8 @@ def _all_experts(parameter: nn.Parameter, mine: Tensor) -> Tensor:
 
 
 def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) -> tuple[dict[str, Any], ...]:
-    """Save after the first steps and train to the last; then load, and continue from there.
-
-    Returns:
-        The saved states, differences after the load, and differences at the end.
-    """
+    """Save after the first steps and train to the last; then load, and continue from there. Return the saved states,
+    differences after the load, and differences at the end."""
     engine, model = training.make_engine(job, keys)
     mark(engine, model)
     run(engine, job, steps_of(job, first), first=0)

@@ -164,17 +164,10 @@ def leave_out(place: str, name: str, options: str, folder: str, group_size: int,
 
 
 def run_case(order: Order, name: str, options: str, folder: str = "", steps: int = 0, **more: Any) -> None:
-    """Train a strategy, or a stage, with a set of options, while the order is watched.
+    """Train a strategy, or a stage, with a set of options, or ``BY_HAND``, while the order is watched.
 
-    The engine is destroyed while the device has streams: what is in flight is completed.
-
-    Args:
-        order: order of the device.
-        name: name of the strategy, or the stage.
-        options: name of the set, or ``BY_HAND``.
-        folder: for checkpoints.
-        steps: their number; 0: the number in the options.
-        more: further keys of zero_optimization.
+    The engine is destroyed while the device has streams: what is in flight is completed. 0 ``steps`` are the number in
+    the options, and ``more`` are further keys of zero_optimization.
     """
     if options == BY_HAND:
         gather_by_hand(order, name)
