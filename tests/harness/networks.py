@@ -136,9 +136,7 @@ class Tangled(Network):
 
 class Wandering(Blocks):
     """Ranks of the first half of the data-parallel ranks use layers in another order now and then, or leave one out.
-
-    The others always use all layers in one order.
-    """
+    The others always use all layers in one order."""
 
     calls = 0
     paths: tuple[tuple[int, ...], ...] = ((1, 2), (2, 1), (2,), (1, 2, 1))

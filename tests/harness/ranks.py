@@ -135,11 +135,9 @@ class Ranks:
         return [row for rows in self.run(fn, *args, **kwargs) for row in rows]
 
     def run_expect_error(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Raised]:
-        """Run ``fn``, which must raise on every rank, and return the error of each; the ranks stay alive.
-
-        This is for errors that each rank finds by itself, such as a refused configuration. If a rank does not raise,
-        this fails like ``run``.
-        """
+        """Run ``fn``, which must raise on every rank, and return the error of each; the ranks stay alive. This is for
+        errors that each rank finds by itself, such as a refused configuration. If a rank does not raise, this fails
+        like ``run``."""
         return self._call(_case(fn, args, kwargs), Raised, 300.0)
 
     def _call(self, payload: bytes, wanted: type, timeout: float) -> list[Any]:
@@ -307,10 +305,8 @@ def prepare_environment() -> None:
 
 @functools.cache
 def fork_server(preload: tuple[str, ...] = ()) -> forkserver.ForkServer:
-    """The process that ranks are forked from; it begins to import torch, DeepSpeed and ``preload`` in the background.
-
-    A module that is not installed is left out.
-    """
+    """The process that ranks are forked from; it begins to import torch, DeepSpeed and those modules of ``preload``
+    that are installed in the background."""
     server = forkserver.ForkServer()
     recording = ["coverage"] if recorder.FOLDER in os.environ else []
     server.set_forkserver_preload([*_PRELOAD, *preload, *recording, "tests.harness.preload"])

@@ -300,9 +300,7 @@ class Held(NamedTuple):
 
 def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, Any]) -> tuple[int, list[Held]]:
     """Train with parameters on the host, in a dtype that nothing else has for long: bytes of all, and of their memory.
-
-    Here each transfer ends when it is started, so at most one transfer in flight is counted.
-    """
+    Here each transfer ends when it is started, so at most one transfer in flight is counted."""
     register(library)
     rows, full = [], 0
     for name in names:

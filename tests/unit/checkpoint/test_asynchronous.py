@@ -257,11 +257,8 @@ def test_two_engines_save_at_the_same_time(ranks: Any, tmp_path: Path) -> None:
 
 def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], str, list[int]]:
     """Save with two engines at the same time, each twice: one on a rank without threads, the other on disks of nodes.
-
-    Returns:
-        Differences after a load; errors of saves with unsupported content; the tag in ``latest``; the remaining
-        process groups as the engines are destroyed.
-    """
+    Return differences after a load; errors of saves with unsupported content; the tag in ``latest``; the remaining
+    process groups as the engines are destroyed."""
     runs = []
     for number, (name, keys) in enumerate((("NIG", {}), ("IIG", {"use_node_local_storage": True}))):
         job = snapshots.job_of(checkpoint={**saves.ASIDE["checkpoint"], **keys})

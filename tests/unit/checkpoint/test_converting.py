@@ -249,13 +249,9 @@ def test_two_jobs_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None:
 
 
 def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
-    """Convert in two jobs; the second starts and ends while the first converts.
-
-    Three earlier conversions belong to a dead process, have no marker, or are loaded by another job.
-
-    Returns:
-        The tags that the jobs load, the files in the conversion, and the names next to it.
-    """
+    """Convert in two jobs; the second starts and ends while the first converts. Three earlier conversions belong to a
+    dead process, have no marker, or are loaded by another job. Return the tags that the jobs load, the files in the
+    conversion, and the names next to it."""
     first = dist.get_rank() == 0
     second: list[str] = []
     jobs = iter((1, 2))

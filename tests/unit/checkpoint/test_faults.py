@@ -356,11 +356,8 @@ def test_a_save_that_fails_on_one_node_changes_no_disk(ranks: Any, tmp_path: Pat
 
 
 def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[str]]:
-    """Make ``latest`` fail on the second node only, and disks slow while the save is undone.
-
-    Returns:
-        The error, differences after a load of the previous save, and the names on the disk after another save.
-    """
+    """Make ``latest`` fail on the second node only, and disks slow while the save is undone. Return the error,
+    differences after a load of the previous save, and the names on the disk after another save."""
     job = training.Job(optimizer="Adam", empty=False, config=LOCAL)
     engine, model = make_on_nodes(job, name)
     disk = node_dir(folder)

@@ -216,12 +216,9 @@ def test_options_of_saves_and_loads_match_deepspeed(ranks: Any, tmp_path: Path) 
 
 def own_way_case(name: str, folder: str) -> tuple[list[str], list[str], bool, str]:
     """Use SGD, no frozen parameters, a custom load function, a module whose state changes its shape, and another tag.
-
-    Returns:
-        Differences after a non-strict load of a checkpoint without frozen parameters, and after a load of weights of a
-        tag that is not the latest; names that the custom function did not receive; whether extra state of another
-        length is accepted; the error of a reserved key in client_state.
-    """
+    Return differences after a non-strict load of a checkpoint without frozen parameters, and after a load of weights
+    of a tag that is not the latest; names that the custom function did not receive; whether extra state of another
+    length is accepted; the error of a reserved key in client_state."""
     job = dataclasses.replace(job_of(), optimizer="SGD", config={})
     engine, model = training.make_engine(job, placed(name))
     snapshots.mark(engine, model)

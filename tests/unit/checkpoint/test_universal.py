@@ -78,10 +78,8 @@ def load_case(
 
 
 def pairs_of(sources: tuple[str, ...], targets: int) -> list[tuple[str, str]]:
-    """Return pairs of each source with some of the others, in which each is a target equally often.
-
-    Pairs that DeepSpeed loads with its own code, without buffers and frozen parameters, are omitted.
-    """
+    """Return pairs of each source with some of the others, in which each is a target equally often, except pairs that
+    DeepSpeed loads with its own code, without buffers and frozen parameters."""
     pairs = [(a, sources[(i + 1 + j * 3) % len(sources)]) for i, a in enumerate(sources) for j in range(targets)]
     sharded = (*PARTITIONED, "3")
     return [(a, b) for a, b in pairs if b not in STOCK or (a in sharded) != (b in sharded)]

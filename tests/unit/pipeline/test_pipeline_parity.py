@@ -167,10 +167,8 @@ def test_tensor_parallel_pipelines_match_zero_1(ranks: Any) -> None:
 
 
 def tensor_parallel_case() -> list[Any]:
-    """Return the distance from ZeRO-1 with 2 stages of 2 data-parallel and 2 tensor-parallel ranks each.
-
-    Layers are not sharded; activations between stages are, as in DeepSpeed.
-    """
+    """Return the distance from ZeRO-1 with 2 stages of 2 data-parallel and 2 tensor-parallel ranks each. Layers are
+    not sharded; activations between stages are, as in DeepSpeed."""
     pipe, topology = pipelines.Pipe(2, 2, 2, zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1}, topology=topology)
     ours = {name: pipelines.train_pipeline(pipe, placed(name, 1), topology=topology) for name in SOME}

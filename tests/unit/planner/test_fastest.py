@@ -27,14 +27,9 @@ FLOPS = 1e12  # a second
 
 
 def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_LINKS, zero_init: bool = False) -> Any:
-    """Return the strategy, stage and optimizer of an engine, and the warnings of this package.
-
-    Args:
-        zero: keys of ``zero_optimization``.
-        config: other keys.
-        rates: of the links, or a list with the rates that each rank measures; None if they must not be measured.
-        zero_init: whether the model is made in ``zero.Init``.
-    """
+    """Return the strategy, stage and optimizer of an engine with keys of ``zero_optimization`` and others, and the
+    warnings of this package. ``rates`` are of the links, or those that each rank measures; None if they must not be
+    measured."""
     own_rates = rates[dist.get_rank()] if isinstance(rates, list) else rates
 
     def measure(*_: Any) -> Rates:

@@ -49,9 +49,7 @@ def check(
     exchange: Callable[[Strategy], Volume] = lambda strategy: Volume(),
 ) -> None:
     """Compare each micro-step with the formula: traffic that is due once per step must be sent at the boundary.
-
-    ``exchange`` returns further traffic of a step.
-    """
+    ``exchange`` returns further traffic of a step."""
     for name, counted in rows:
         micro_step, rest = Volume(), exchange(STRATEGIES[name])
         for phase in STRATEGIES[name].phases(cluster, states):
@@ -182,9 +180,7 @@ def bytes_case(
     **details: Any,
 ) -> tuple[list[Parameter], list[Row]]:
     """Return this rank's parameters, and for each strategy the mean bytes per rank of the micro-steps of some steps.
-
-    Muon does not iterate here: the iteration sends nothing and is slow.
-    """
+    Muon does not iterate here: the iteration sends nothing and is slow."""
     job = training.Job(
         **{"sizes": SIZES, "empty": False, "accumulation": accumulation, "zero": zero, "steps": steps + 1, **details}
     )

@@ -78,10 +78,7 @@ def test_all_ranks_receive_modifications_of_one_rank(
 
 def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[str, bool, bool, bool, bool]]:
     """Whether parameters are read correctly, and a change reaches all ranks and lasts as with stock after another
-    step.
-
-    Changes by GatheredParameters do not reach the optimizer's fp32 weights, so a step undoes them with stock, too.
-    """
+    step, which undoes it with stock, too: GatheredParameters do not change the optimizer's fp32 weights."""
     job = Job(dtype=dtype, frozen=(1,), empty=False, zero=SMALL)
 
     def run(zero: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
@@ -169,12 +166,9 @@ def test_evaluation_reads_updates_and_changes_no_weights(
 
 def evaluation_case(name: str, zero: dict[str, Any], alone: bool, folder: str) -> tuple[float, float]:
     """Evaluate under ``torch.inference_mode()``, whose tensors autograd rejects, before the first micro-step and after
-    each; return the distance of outputs from outputs of the fp32 weights, and of trained weights from stock's.
-
-    Args:
-        alone: only the first group evaluates; it compares with the gathered weights, because it cannot gather others.
-        folder: folder for a save and a load under inference mode, too.
-    """
+    each, and save and load in it; return the distance of outputs from outputs of the fp32 weights, and of trained
+    weights from stock's. ``alone``: the first group, which cannot gather others, compares with the gathered
+    weights."""
     job = Job(SQUARE, False, 2, 2, network=networks.Shared, zero={**SMALL, **zero})
     undisturbed = training.train(job, {"stage": 3}).weights
     full_model = networks.Shared(SQUARE, empty=False)

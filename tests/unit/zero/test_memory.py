@@ -111,11 +111,9 @@ def memory_case(name: str, group: int, frozen: tuple[int, ...]) -> tuple[ModelSt
 
 
 def bytes_at_boundary(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> float:
-    """Return the additional bytes of gradients at the accumulation boundary.
-
-    With g = N full gradients are freed bucket by bucket as they fill the optimizer's shard, or with p = N the
-    I-slices. With p = N and g = I the shard is allocated in addition to the I-slices.
-    """
+    """Return the additional bytes of gradients at the accumulation boundary. With g = N full gradients are freed
+    bucket by bucket as they fill the optimizer's shard, or with p = N the I-slices. With p = N and g = I the shard is
+    allocated in addition to the I-slices."""
     if strategy.p > Placement.N:
         return states.gradients / cluster.shards(strategy.os) if strategy.g == Placement.N else 0.0
     if strategy.g == Placement.G:

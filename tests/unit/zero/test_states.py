@@ -168,10 +168,8 @@ def test_accessors_and_steps_read_the_values_that_were_set(
 
 
 def every_accessor_case(name: str, dtype: str, zero: Any) -> list[str]:
-    """Return for each strategy the functions that return or set other values than were set.
-
-    Values are multiples of 1/8, so a step of SGD has no rounding.
-    """
+    """Return the functions that return or set other values than were set, multiples of 1/8: SGD does not round
+    them."""
 
     class OfAllSizes(training.Network):
         """With parameters of 1, 2, 23 and 529 elements."""
