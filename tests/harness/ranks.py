@@ -305,8 +305,8 @@ def prepare_environment() -> None:
 
 @functools.cache
 def fork_server(preload: tuple[str, ...] = ()) -> forkserver.ForkServer:
-    """The process that ranks are forked from; it begins to import torch, DeepSpeed and those modules of ``preload``
-    that are installed in the background."""
+    """The process that ranks are forked from; in the background it begins to import torch, DeepSpeed and those modules
+    of ``preload`` that are installed."""
     server = forkserver.ForkServer()
     recording = ["coverage"] if recorder.FOLDER in os.environ else []
     server.set_forkserver_preload([*_PRELOAD, *preload, *recording, "tests.harness.preload"])

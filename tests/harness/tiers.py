@@ -1,11 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Cases that run in the deep tier only, and folders of tests; see tests/README.md."""
+"""Cases that run in the deep tier only, or with newer packages (``tests/versions.md``), and folders of tests; see
+tests/README.md. This imports none of the packages."""
 
+import importlib.metadata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 
 def deep(*cases: Any) -> list[Any]:
@@ -32,3 +35,25 @@ def folder_of(test: str) -> str:
     """Return the folder below ``unit/`` that the file of a test is in."""
     first, slash, _ = test.partition("::")[0].removeprefix("tests/unit/").partition("/")
     return first + slash if slash else "test_*.py"
+
+
+def since(**versions: str) -> pytest.MarkDecorator:
+    """Skip a test where a package, named by a keyword, is missing or older than a version."""
+    return pytest.mark.skipif(bool(_older(versions)), reason=f"needs {_older(versions)}")
+
+
+def skip_before(**versions: str) -> None:
+    """Skip the case that runs, on its ranks too, where a package is missing or older than a version."""
+    if older := _older(versions):
+        pytest.skip(f"needs {older}")
+
+
+def _older(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if not _is_new(name, version))
+
+
+def _is_new(name: str, version: str) -> bool:
+    try:
+        return Version(importlib.metadata.version(name)) >= Version(version)
+    except importlib.metadata.PackageNotFoundError:
+        return False

@@ -10,8 +10,7 @@ import pytest
 
 from tests.harness.frameworks.comparison import Row, check, needs
 from tests.harness.frameworks.configurations import placed, plain, stock
-from tests.harness.package_versions import since
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, since
 
 pytestmark = needs("transformers", "accelerate")
 

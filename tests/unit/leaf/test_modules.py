@@ -24,9 +24,8 @@ from deepspeed_ext.leaf.modules import LeafKind, Settings, choose, default_budge
 from deepspeed_ext.leaf.setup import LiveLimits, choice_table, hooks, predicted_live, settings_and_live
 from tests.harness import mixtures, training
 from tests.harness.logs import is_ours, logged
-from tests.harness.package_versions import since
 from tests.harness.snapshots import error_of
-from tests.harness.tiers import with_cases
+from tests.harness.tiers import since, with_cases
 
 LIVE = 10**9
 # Of mixtures.Mixtures, as DeepSpeed counts: parameters / (1 + modules inside that have parameters, lists left out).

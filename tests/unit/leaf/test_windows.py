@@ -22,8 +22,7 @@ from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from tests.harness import mixtures, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.mixtures import WINDOWS, job_of
-from tests.harness.package_versions import since
-from tests.harness.tiers import deep, with_cases
+from tests.harness.tiers import deep, since, with_cases
 from tests.harness.training import check
 
 FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}

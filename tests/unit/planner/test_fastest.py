@@ -18,8 +18,8 @@ from deepspeed.utils import groups
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, hyphenate
-from tests.harness.frozen_models import make_engine
 from tests.harness.logs import is_ours, logged
+from tests.harness.networks import make_partly_frozen
 
 # Between groups a tenth of what is within, and no latencies.
 SLOW_LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)
@@ -46,7 +46,7 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
         mock.patch.object(probe, "measure_flops", flops),
         logged() as lines,
     ):
-        engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
+        engine = make_partly_frozen(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
     kind, strategy = type(engine.optimizer).__name__, engine._config.zero_config.paro_strategy
     chosen = (strategy, engine.zero_optimization_stage(), kind)
     engine.destroy()

@@ -78,7 +78,7 @@ def test_all_ranks_receive_modifications_of_one_rank(
 
 def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[str, bool, bool, bool, bool]]:
     """Whether parameters are read correctly, and a change reaches all ranks and lasts as with stock after another
-    step, which undoes it with stock, too: GatheredParameters do not change the optimizer's fp32 weights."""
+    step, which undoes it with stock, too: GatheredParameters does not change the optimizer's fp32 weights."""
     job = Job(dtype=dtype, frozen=(1,), empty=False, zero=SMALL)
 
     def run(zero: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
