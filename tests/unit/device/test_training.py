@@ -1,7 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""On a device that is not the host, training gives the host's results, tensors are on the expected device, and saves of
-both load on both."""
+"""On a device that is not the host: training gives the host's results, tensors are on the expected device, and saves
+of both load on both."""
 
 from pathlib import Path
 from typing import Any
