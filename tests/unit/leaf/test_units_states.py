@@ -49,24 +49,22 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def test_persistent_parameters_stay_during_first_step(ranks: Any) -> None:
-    for plain, units, stock in ranks(2).run(persistent_case):
-        assert plain == units == [True] * 3 and not any(stock[:1]), (plain, units, stock)
+    ours = {"paro_strategy": "GGG"}
+    units = {**ours, "stage3_module_granularity_threshold": 60}
+    for keys, available in ranks(2).each(persistent_case, (ours, units, {"stage": 3})):
+        assert not available[0] if "stage" in keys else available == [True] * 3, (keys, available)
 
 
-def persistent_case() -> list[list[bool]]:
-    """Return whether small parameters are available after each of three forwards: ours, with units, and stock."""
-    rows, ours = [], {"paro_strategy": "GGG"}
-    for keys in (ours, {**ours, "stage3_module_granularity_threshold": 60}, {"stage": 3}):
-        job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
-        engine, model = training.make_engine(job, keys)
-        available = []
-        for x, _ in (next(training.batches(job)) for _ in range(3)):
-            engine(x)
-            small = [p for p in model.parameters() if p.ds_persist]
-            available.append(all(p.ds_status == ZeroParamStatus.AVAILABLE for p in small) and len(small) > 20)
-        rows.append(available)
-        engine.destroy()
-    return rows
+def persistent_case(keys: dict[str, Any]) -> list[bool]:
+    """Return whether small parameters are available after each of three forwards."""
+    job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
+    engine, model = training.make_engine(job, keys)
+    available = []
+    for x, _ in (next(training.batches(job)) for _ in range(3)):
+        engine(x)
+        small = [p for p in model.parameters() if p.ds_persist]
+        available.append(all(p.ds_status == ZeroParamStatus.AVAILABLE for p in small) and len(small) > 20)
+    return available
 
 
 @with_cases(
@@ -212,38 +210,34 @@ def second_engine_case() -> list[int]:
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
 def test_gradients_are_freed_after_evaluation_and_recompute(ranks: Any, keys: dict[str, Any]) -> None:
-    for most in ranks(2).run(gradients_case, keys):
-        assert max(most) <= 1.3 * 1936, most  # a layer and what is beside it, not all three
+    for checkpointing, most in ranks(2).each(gradients_case, (None, False), keys):
+        assert most <= 1.3 * 1936, (checkpointing, most)  # a layer and what is beside it, not all three
 
 
-def gradients_case(keys: dict[str, Any]) -> list[int]:
-    """Return the largest number of gradient elements at a time in steps: plain, after a forward that only one rank
-    keeps and an evaluation, and with checkpointing."""
-    most = []
-    for checkpointing in (None, False):
-        job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
-        engine, model = training.make_engine(job, {"stage": 3, **keys})
-        params = list(model.parameters())
-        peak = [0]
+def gradients_case(checkpointing: bool | None, keys: dict[str, Any]) -> int:
+    """Return the largest number of gradient elements at a time in two steps, the second after a forward that only one
+    rank keeps and an evaluation."""
+    job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
+    engine, model = training.make_engine(job, {"stage": 3, **keys})
+    params = list(model.parameters())
+    peak = [0]
 
-        def count(_: Any, params: list[Any] = params, peak: list[int] = peak) -> None:
-            peak[0] = max(peak[0], sum(p.grad.numel() for p in params if p.grad is not None))
+    def count(_: Any) -> None:
+        peak[0] = max(peak[0], sum(p.grad.numel() for p in params if p.grad is not None))
 
-        hooks = [p.register_post_accumulate_grad_hook(count) for p in params]
-        outputs = []
-        data = training.batches(job)
-        for step in range(2):
-            if step == 1:
-                with torch.no_grad():
-                    engine(next(data)[0])
-                out = engine(next(data)[0])
-                outputs += [out] if dist.get_rank() == 0 else []
-            training.step(engine, job, 0, data)
-        most.append(peak[0])
-        for hook in hooks:
-            hook.remove()
-        engine.destroy()
-    return most
+    hooks = [p.register_post_accumulate_grad_hook(count) for p in params]
+    outputs = []
+    data = training.batches(job)
+    for step in range(2):
+        if step == 1:
+            with torch.no_grad():
+                engine(next(data)[0])
+            out = engine(next(data)[0])
+            outputs += [out] if dist.get_rank() == 0 else []
+        training.step(engine, job, 0, data)
+    for hook in hooks:
+        hook.remove()
+    return peak[0]
 
 
 @pytest.mark.parametrize("keys", [AUTO, *deep(CHUNKS)], ids=["layers", "chunks"])

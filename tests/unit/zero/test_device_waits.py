@@ -247,21 +247,18 @@ def early_case() -> list[str]:
 
 
 def test_a_step_does_not_wait_for_pageable_copies(ranks: Any) -> None:
-    for pinned, pageable in ranks(4).run(windows_case):
-        assert set(pinned) == {True} and set(pageable) == {False}, (pinned, pageable)
+    for pinned, complete in ranks(4).each(windows_case, (True, False)):
+        assert set(complete) == {pinned}, (pinned, complete)
 
 
-def windows_case() -> list[list[bool]]:
-    """Return whether the device has received all of each window of host parameters when a step ends: with pinned
-    memory, and with pageable memory, for whose copies the host would wait."""
-    job, complete = Job(sizes=SQUARE, empty=False, zero=SMALL), []
-    for pinned in (True, False):
-        with device_with_streams():
-            on_host = {"offload_param": {"device": "cpu", "pin_memory": pinned}}
-            engine, _ = training.make_trained(job, placed("IIG", **on_host))
-            updates = engine.optimizer.slices["dense"]._update_of
-            complete.append([update.is_complete for update in updates.values()])
-            engine.destroy()
+def windows_case(pinned: bool) -> list[bool]:
+    """Return whether the device has received all of each window of host parameters when a step ends, in memory that is
+    pinned, or pageable, for whose copies the host would wait."""
+    with device_with_streams():
+        on_host = {"offload_param": {"device": "cpu", "pin_memory": pinned}}
+        engine, _ = training.make_trained(Job(sizes=SQUARE, empty=False, zero=SMALL), placed("IIG", **on_host))
+        complete = [update.is_complete for update in engine.optimizer.slices["dense"]._update_of.values()]
+        engine.destroy()
     return complete
 
 
