@@ -184,8 +184,7 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
     if given.reported:
         more["paro_report"] = {"folder": f"{folder}/{name}", "after": 2, "steps": 1, "probe": False}
-    engine, model = training.make_engine(job, placed(name, **zero, **more))
-    data = training.batches(job)
+    engine, model, data = training.begin(job, placed(name, **zero, **more))
     batches = [next(data) for _ in range(job.steps * job.accumulation)]
     with stepping_on_host(engine, order), order.watch():
         for number, batch in enumerate(batches):

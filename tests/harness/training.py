@@ -240,6 +240,11 @@ def step(engine: Any, job: Job, number: int = 0, data: Iterator[tuple[Tensor, Te
     return loss
 
 
+def begin(job: Job, zero: dict[str, Any]) -> tuple[Any, Network, Iterator[tuple[Tensor, Tensor]]]:
+    """Return an engine, its model, and this rank's batches."""
+    return *make_engine(job, zero), batches(job)
+
+
 def make_trained(job: Job, zero: str | dict[str, Any], steps: int = 1, skip: int = 0) -> tuple[Any, nn.Module]:
     """Return an engine and its model after steps of a micro-step each, with batches after the first ``skip``."""
     engine, model = make_engine(job, placed(zero) if isinstance(zero, str) else zero)

@@ -82,8 +82,7 @@ def differences(sent: list[Sent]) -> Iterator[None]:
 
 
 def run(name: str, job: Job) -> Seen:
-    engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
-    data = training.batches(job)
+    engine, model, data = training.begin(job, training.placed(name, **{KEY: {}}))
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
     for step in range(job.steps):
         sent: list[Sent] = []
@@ -194,8 +193,7 @@ def change_case(name: str, change: str, folder: str) -> tuple[float, float, bool
     # Sizes that allow DeepSpeed to set a rank's part.
     job = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False)
     key = {"resync_T": 3} if change == "every so many" else {}
-    engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
-    data = training.batches(job)
+    engine, model, data = training.begin(job, training.placed(name, **{KEY: key}))
     for number in range(2):
         training.step(engine, job, number, data)
     before = distance(engine)

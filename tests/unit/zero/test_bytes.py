@@ -186,8 +186,7 @@ def bytes_case(
     )
     rows: list[Row] = []
     for name in names:
-        engine, model = training.make_engine(job, placed(name, group, **NOTHING_KEPT))
-        data = training.batches(job)
+        engine, model, data = training.begin(job, placed(name, group, **NOTHING_KEPT))
         meters = [TrafficMeter() for _ in range(steps * accumulation)]
         # A step of one micro-step precedes: it records the order of the modules, which ranks compare once.
         for number, meter in enumerate([TrafficMeter(), *meters]):

@@ -45,8 +45,7 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
 
     for name in names:
         with device_with_streams() as order:
-            engine, model = training.make_engine(job, placed(name, **zero))
-            data = training.batches(job)
+            engine, model, data = training.begin(job, placed(name, **zero))
             batches = [next(data) for _ in range(8)]
             gc.collect()  # an earlier engine; if it ended now, the host would wait
             with order.watch(), asking(order):
@@ -271,8 +270,7 @@ def test_gradients_of_an_offloaded_optimizer_stay_in_place(ranks: Any, name: str
 def addresses_case(name: str) -> list[int]:
     """Return the addresses of the gradients of the optimizer's shard: when created, and at three boundaries."""
     job = Job(sizes=SQUARE, empty=False, accumulation=2, zero={**SMALL, **OFFLOADED})
-    engine, _ = training.make_engine(job, placed(name))
-    data = training.batches(job)
+    engine, _, data = training.begin(job, placed(name))
     places = [engine.optimizer.gradients["dense"].shard.data_ptr()]
     for number in range(6):
         training.micro_step(engine, job, number, *next(data))

@@ -82,8 +82,7 @@ def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[s
     job = Job(dtype=dtype, frozen=(1,), empty=False, zero=SMALL)
 
     def run(zero: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
-        engine, model = training.make_engine(job, zero)
-        data = training.batches(job)
+        engine, model, data = training.begin(job, zero)
         for _ in range(2):
             training.step(engine, job, 0, data)
         weights = [training.whole_weights(model)]

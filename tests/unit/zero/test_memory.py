@@ -57,8 +57,7 @@ has_mallinfo = pytest.mark.skipif(mallinfo2 is None, reason="needs glibc 2.33")
 def start_engine(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None]]:
     """Return an engine after its first step, which creates states, and a function for its micro-steps."""
     details = training.Job(**{**MIXED, **job})
-    engine, _ = training.make_engine(details, training.placed(name, group))
-    data = training.batches(details)
+    engine, _, data = training.begin(details, training.placed(name, group))
 
     def micro_step(boundary: bool) -> None:
         engine.set_gradient_accumulation_boundary(boundary)

@@ -169,8 +169,7 @@ def lost_case(name: str) -> tuple[bool, bool, float]:
     job = muon(sizes=(13, 37, 29, 31, 23, 27, 7), dtype="fp16", overflow=((1, 1),), config=config)
     weights, unchanged = [], []
     for lost in (False, True):
-        engine, model = training.make_engine(job, placed(name))
-        data = training.batches(job)
+        engine, model, data = training.begin(job, placed(name))
         batches = [next(data) for _ in range(2)]
         training.micro_step(engine, job, 0, *batches[0])
         engine.step()

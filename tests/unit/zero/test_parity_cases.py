@@ -82,8 +82,7 @@ def two_backwards_case(name: str, job: Job) -> float:
     """Compare two losses in each micro-step, with a backward for each, with a backward of their sum."""
     weights = []
     for summed in (False, True):
-        engine, model = training.make_engine(job, placed(name))
-        data = training.batches(job)
+        engine, model, data = training.begin(job, placed(name))
         for _ in range(job.steps * job.accumulation):
             batches = next(data), next(data)
             if summed:
@@ -220,8 +219,7 @@ def late_boundary_case(name: str) -> float:
     job = Job(accumulation=2)
     weights = []
     for late in (False, True):
-        engine, model = training.make_engine(job, placed(name))
-        data = training.batches(job)
+        engine, model, data = training.begin(job, placed(name))
         for number in range(4):
             engine.set_gradient_accumulation_boundary(number % 2 == 1 and not late)
             training.micro_step(engine, job, number, *next(data))

@@ -80,8 +80,7 @@ def offload_states_case(name: str, dtype: str, optimizer: str) -> tuple[float, b
     job = training.Job(zero={**SEVERAL_BUCKETS, **placed(name)}, **details)
     weights, right = [], True
     for offload in (False, True):
-        engine, model = training.make_engine(job, {})
-        data = training.batches(job)
+        engine, model, data = training.begin(job, {})
         for number in range(4):
             training.micro_step(engine, job, number, *next(data))
             if offload and name in PARTITIONED:
@@ -190,8 +189,7 @@ def every_accessor_case(name: str, dtype: str, zero: Any) -> list[str]:
         zero={**SEVERAL_BUCKETS, **zero},
         config={"optimizer": {"params": {"momentum": 0.5}}, "zero_force_ds_cpu_optimizer": False},
     )
-    engine, model = training.make_engine(job, placed(name))
-    data = training.batches(job)
+    engine, model, data = training.begin(job, placed(name))
     for number in range(2):
         training.micro_step(engine, job, number, *next(data))
         if number == 0:
@@ -262,8 +260,7 @@ def test_incomplete_gradients_cannot_be_read(ranks: Any) -> None:
 def unfinished_case(name: str) -> list[str]:
     """Return the errors of safe_get_full_grad after the first and after the last of two micro-steps."""
     job = training.Job(accumulation=2)
-    engine, model = training.make_engine(job, placed(name))
-    data = training.batches(job)
+    engine, model, data = training.begin(job, placed(name))
     errors = []
     for number in range(2):
         training.micro_step(engine, job, number, *next(data))

@@ -227,8 +227,7 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
     sub_groups, waited, weights = set[int](), list[int](), dict[str, Any]()
     for name, windows, extra in (("one", 1, {}), ("many", 16, {}), ("many, exact", 16, exact)):
         with mock.patch.multiple(strategy, _LEAST_BUCKET=1, _BUCKETS=windows):  # windows of a small model, too
-            engine, model = training.make_engine(job, placed("IIG", **extra))
-            data = training.batches(job)
+            engine, model, data = training.begin(job, placed("IIG", **extra))
             for number in range(job.steps):
                 training.step(engine, job, number, data)
         sub_groups.add(len(engine.optimizer.fp16_groups))
