@@ -1,7 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings of DeepSpeed's MoE layers and AutoEP's experts, compared with its own stages; runs inside rank
-processes."""
+"""Trainings of DeepSpeed's MoE layers and AutoEP's experts, compared with its stages; runs inside rank processes."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -52,8 +52,7 @@ def lose(base: str, node: int) -> None:
 
 def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     """Return the files on each node; bytes that this rank's thread sent; differences after a load by new engines;
-    whether losses after it match the run that continued; the tag on disk then; and whether a second load writes it
-    again."""
+    whether later losses match the run that continued; the tag on disk then; and whether a second load writes it."""
     zero = {"zeropp_loco_param": {}} if name.endswith("LoCo") else {}
     sent, exchange = [0], HostChannel.exchange
 

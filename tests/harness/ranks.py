@@ -135,9 +135,8 @@ class Ranks:
         return [row for rows in self.run(fn, *args, **kwargs) for row in rows]
 
     def run_expect_error(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Raised]:
-        """Run ``fn``, which must raise on every rank, and return the error of each; the ranks stay alive. This is for
-        errors that each rank finds by itself, such as a refused configuration. If a rank does not raise, this fails
-        like ``run``."""
+        """Run ``fn``, which must raise on every rank by itself, as for a refused configuration, and return the error
+        of each; the ranks stay alive. If a rank does not raise, this fails like ``run``."""
         return self._call(_case(fn, args, kwargs), Raised, 300.0)
 
     def _call(self, payload: bytes, wanted: type, timeout: float) -> list[Any]:

@@ -148,8 +148,7 @@ def watch_cases(options: str, folder: str, number: int, **more: Any) -> dict[str
 
 
 def watch_case(name: str, options: str, folder: str, **more: Any) -> tuple[list[str], int, int]:
-    """Train; return accesses without an order, and numbers of accesses and of pairs, as in ``Order``. See
-    ``run_case``."""
+    """Run a case; return accesses without an order, and numbers of accesses and of pairs, as in ``Order``."""
     with device_with_streams() as order:
         run_case(order, name, options, folder, **more)
     return [str(finding) for finding in order.findings], order.accesses, order.pairs
@@ -325,8 +324,7 @@ def read_by_host(optimizer: Any) -> None:
 
 
 def gather_and_change(parameters: list[Any]) -> None:
-    """Look at two parameters, and change another, as users do; DeepSpeed does not support changes of a parameter in
-    flight."""
+    """Look at two parameters and change a third, as users do; none in flight, which DeepSpeed does not support."""
     with deepspeed.zero.GatheredParameters([parameters[-1], parameters[len(parameters) // 2]]):
         parameters[-1].sum()
     resting = [p for p in parameters if getattr(p, "ds_status", NOT_AVAILABLE) == NOT_AVAILABLE]

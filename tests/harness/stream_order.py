@@ -343,8 +343,7 @@ def device_with_streams(
 
 @contextlib.contextmanager
 def asking(order: Order) -> Iterator[None]:
-    """In this context, count waits that ``watch`` does not see: on a CPU, asking for a tensor's values is no
-    operation."""
+    """In this context, count waits that ``watch`` does not see: asking for values is no operation on a CPU."""
 
     def counting(name: str, plain: Any) -> Any:
         def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -92,8 +92,7 @@ def final_state(engine: Any, losses: Sequence[float]) -> Run:
 
 
 def compare_runs(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None, group: Any = None) -> Row:
-    """Compare a run from weights ``start``, and the end of the resumed run, to stock's; ``group`` has the same
-    weights, by default all ranks."""
+    """Compare a run and the end of a resumed run to stock's; ``group`` has one state, by default all ranks."""
     if stock.strategy or stock.stage != ours.stage:
         raise ValueError(f"expected stock DeepSpeed at stage {ours.stage}, got {stock.strategy or stock.stage}")
     largest = stock.weights.abs().max()

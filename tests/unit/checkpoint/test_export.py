@@ -232,8 +232,7 @@ def test_exports_and_asynchronous_saves_wait_for_each_other(ranks: Any, tmp_path
 
 def turns_case(folder: str) -> tuple[list[str], str, str]:
     """Return the order of operations on folders in a save, an export right after it, an asynchronous export, and a
-    save right after that; the error that an export raises after a save that failed on one rank; and any later
-    error."""
+    save right after that; the error that an export raises after a save that failed on one rank; and a later one."""
     turns: list[str] = []
 
     def noted(what: str) -> Any:

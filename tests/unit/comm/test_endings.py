@@ -90,8 +90,7 @@ def test_signal_ends_all_ranks(ends: dict[str, Ended]) -> None:
 
 
 def given_up_case() -> tuple[float, str, int]:
-    """Exit after an error while the other rank does not join a reduction. Return the seconds, the error of the
-    reduction, and the number of running threads."""
+    """Exit after an error while the other rank joins no reduction; return seconds, its error, and running threads."""
     group = dist.new_group([0, 1])
     queue, failure = TransferQueue(overlap=True, on_thread=True), "none"
     if dist.get_rank() == 0:

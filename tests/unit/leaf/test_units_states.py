@@ -215,8 +215,7 @@ def test_gradients_are_freed_after_evaluation_and_recompute(ranks: Any, keys: di
 
 
 def gradients_case(checkpointing: bool | None, keys: dict[str, Any]) -> int:
-    """Return the largest number of gradient elements at a time in two steps, the second after a forward that only one
-    rank keeps and an evaluation."""
+    """Return the most gradient elements in two steps, before the second a forward on one rank and an evaluation."""
     job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
     engine, model = training.make_engine(job, {"stage": 3, **keys})
     params = list(model.parameters())
@@ -247,8 +246,7 @@ def test_frozen_thawed_and_unused_parameters(ranks: Any, keys: dict[str, Any]) -
 
 
 def frozen_case(keys: dict[str, Any]) -> list[float]:
-    """Return the distance to stock weights if parameters are frozen later, thawed later, or not in the optimizer.
-    Copies of the model are made meanwhile."""
+    """Return the distance to stock weights if parameters are frozen later, thawed later, or not in the optimizer."""
 
     def train(zero: dict[str, Any], how: str) -> torch.Tensor:
         job = job_of(mixtures.Mixtures, clipping=0.0)

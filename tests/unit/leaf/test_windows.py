@@ -214,8 +214,7 @@ def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
 
 def access_case() -> tuple[bool, float, bool, float, bool]:
     """Return whether generation equals stock's; the difference of an evaluation; whether a gathered parameter is
-    complete and a change of it is used; the difference of a gradient; and whether a copy of the experts has its own
-    weights."""
+    complete and a change of it is used; the difference of a gradient; whether copied experts have own weights."""
     ids = torch.arange(6).view(1, 6)
     results: list[Any] = []
     copies: list[bool] = []
@@ -300,8 +299,7 @@ def test_unsupported_experts_stay_together(ranks: Any) -> None:
 
 
 def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
-    """Return the error of a budget below one expert; and for each module with packed experts its kind and the start of
-    the reason."""
+    """Return the error of a budget below one expert; and the kind and start of the reason of each packed module."""
 
     class UnknownExperts(mixtures.PackedExperts):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

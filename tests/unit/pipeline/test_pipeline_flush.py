@@ -1,7 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Traffic and memory of a pipeline, counted at sockets and storages, compared with the formulas of the strategy
-table."""
+"""Traffic and memory of a pipeline, counted at sockets and storages, match the formulas of the strategy table."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -27,9 +27,8 @@ FLOPS = 1e12  # a second
 
 
 def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_LINKS, zero_init: bool = False) -> Any:
-    """Return the strategy, stage and optimizer of an engine with keys of ``zero_optimization`` and others, and the
-    warnings of this package. ``rates`` are of the links, or those that each rank measures; None if they must not be
-    measured."""
+    """Return the strategy, stage and optimizer of an engine with keys of ``zero_optimization`` and others, and our
+    warnings. ``rates`` are of the links, or those that each rank measures; None if they must not be measured."""
     own_rates = rates[dist.get_rank()] if isinstance(rates, list) else rates
 
     def measure(*_: Any) -> Rates:

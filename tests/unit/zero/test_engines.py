@@ -65,9 +65,8 @@ def test_strategies_train_one_model_in_turn(ranks: Any) -> None:
 
 
 def strategies_in_turn_case() -> list[tuple[str, float, float, bool]]:
-    """Train one model with every strategy in turn and with stock stage 3, each compared with stock stage 2. Return for
-    each the change of weights by initialization, their distance from stock's afterwards, and whether all ranks have
-    the same weights."""
+    """Train one model with every strategy in turn and with stock stage 3; return for each the change of weights by
+    initialization, their distance from stock stage 2 afterwards, and whether all ranks have the same weights."""
     torch.manual_seed(7)
     job = Job(empty=False, frozen=(1,), accumulation=2, zero=SMALL)
     model, oracle = (training.Network(job.sizes, empty=False) for _ in range(2))

@@ -81,9 +81,8 @@ class CheckpointedInside(Checkpointed):
 def checkpointed_case(
     use_reentrant: bool, network: type[Checkpointed], zero_init: str | None, names: Sequence[str]
 ) -> list[tuple[int, int, float, bool]]:
-    """Train stock and strategies, two steps of two micro-steps. Return for each the most elements that were gathered
-    at once in a micro-step, and between micro-steps; the largest difference of weights from stock's; and whether all
-    ranks have the same weights."""
+    """Train stock and strategies; return for each the most elements that were gathered at once in a micro-step, and
+    between them; the largest difference of weights from stock's; and whether all ranks have the same weights."""
     details = {"network": network, "checkpointing": use_reentrant, "zero_init": zero_init}
     job = Job(zero=NOTHING_KEPT, empty=False, steps=2, accumulation=2, **details)
     rows = []

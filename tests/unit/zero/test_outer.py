@@ -109,8 +109,7 @@ def trained_case(names: tuple[str, ...], outer: dict[str, Any]) -> list[list[flo
 
 
 def set_case(name: str) -> tuple[Any, ...]:
-    """Set weights after two of three inner steps; return what the anchors and later steps have, and the error of a
-    step of outer weights."""
+    """Set weights after two of three inner steps; return what anchors and later steps have, and a step's error."""
     outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False, "fragments": 2}
     engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: outer}))
     batches = snapshots.steps_of(JOB, 3)
@@ -217,8 +216,7 @@ def bytes_case(
     names: tuple[str, ...], group: int, outer: dict[str, int], dtype: str
 ) -> tuple[int, list[tuple[str, float, list[float]]]]:
     """Return the parameters, and for each strategy the mean bytes that a rank receives from other groups, by barriers
-    alone, and in each step from the second one to the end of the second outer period, with all fragments sent in
-    it."""
+    alone, and in each step from the second one to the end of the second outer period, with all fragments."""
     job = training.Job(sizes=SIZES, empty=False, dtype=dtype)
     rows, parameters = [], 0
     for name in names:
@@ -289,8 +287,7 @@ def slow_case(name: str, after: bool) -> tuple[float, float, dict[int, float]]:
 
 
 def elsewhere_case(name: str, folder: str) -> tuple[Any, ...]:
-    """Return where a checkpoint's weights differ from the anchors: on disk, in a 16-bit file, and in other runs; and
-    headers that name other ranks."""
+    """Return where weights differ from the anchors: on disk, in 16 bits, in other runs; headers with other ranks."""
     job = snapshots.job_of("fp32")
     where = f"{folder}/{name}"
     engine, model = training.make_trained(job, training.placed(name, 2, **{KEY: {"steps": 2}}), 3)

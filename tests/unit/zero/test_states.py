@@ -167,8 +167,7 @@ def test_accessors_and_steps_read_the_values_that_were_set(
 
 
 def every_accessor_case(name: str, dtype: str, zero: Any) -> list[str]:
-    """Return the functions that return or set other values than were set, multiples of 1/8: SGD does not round
-    them."""
+    """Return functions that return or set other values than were set: multiples of 1/8, which SGD does not round."""
 
     class OfAllSizes(training.Network):
         """With parameters of 1, 2, 23 and 529 elements."""
