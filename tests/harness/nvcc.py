@@ -15,6 +15,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from deepspeed_ext.op_builder import LocoBuilder, source_folder
+from tests.harness.compiler import run
 
 NVCC = shutil.which("nvcc")
 SOURCES = ("loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu", "sum_cuda.cu")
@@ -52,10 +53,7 @@ def compile_source(source: str, capabilities: Sequence[str], output: Path, *more
     folders = [*LocoBuilder().include_paths(), *cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     command = [NVCC, *arguments(capabilities), *(f"-I{folder}" for folder in folders), "-Xptxas=-v", *more]
     command += ["-Xcompiler=-fPIC", "-DTORCH_EXTENSION_NAME=loco", "-o", str(output), str(source_folder() / source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{source}: {done.stderr[-5000:]}")
-    answer = done.stdout + done.stderr
+    answer = run(*command)
     return list(parse_resources(source, answer)), answer
 
 

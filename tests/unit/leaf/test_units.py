@@ -193,10 +193,7 @@ def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
     },
     *deep(
         {"boundary": "step", "zero": {**SMALL, "reduce_bucket_size": 10_000, "overlap_comm": True}},
-        {
-            "zero_init": "config",
-            "zero": SMALL | {"stage3_param_persistence_threshold": 50, "reduce_scatter": False},
-        },
+        {"zero_init": "config", "zero": SMALL | {"stage3_param_persistence_threshold": 50, "reduce_scatter": False}},
     ),
     ids=lambda more: str(more).replace("'", "")[:70],
 )
