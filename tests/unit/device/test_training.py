@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.harness.device_on_host import cases
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import Job
 
+LOCO = {"zeropp_loco_param": {}}
 EVERY = {name: options.strategies for name, options in cases.OPTIONS.items()}
 # Options in the second tier only: others cover their code.
 LATER = ("pinned", "pageable", "overflow", "LoCo, pageable", "parameters, cached", "outer", "Muon, pinned")
@@ -47,16 +48,15 @@ def test_host_waits_for_values_before_reading_them(run_on_device: Any, tmp_path:
 SHAPES = ("NIG", "NNI", "IIG", "GGG")
 
 
-@pytest.mark.parametrize("pinned, names", [(True, ("IIG",)), *deep((True, SHAPES), (False, SHAPES))])
-def test_states_are_on_the_host_while_offloaded(run_on_device: Any, pinned: bool, names: Any) -> None:
-    for rows in run_on_device(cases.offload_states, names, "Muon", pinned, {"zeropp_loco_param": {}}):
+@with_cases(
+    "names, pinned, zero",
+    (("IIG",), True, LOCO),
+    (("III",), False, cases.OUTER),
+    *deep((SHAPES, True, LOCO), (SHAPES, False, LOCO), (("NII",), False, cases.OUTER)),
+)
+def test_states_are_on_the_host_while_offloaded(run_on_device: Any, names: Any, pinned: bool, zero: Any) -> None:
+    for rows in run_on_device(cases.offload_states, names, "Muon", pinned, zero):
         assert rows == [(name, True, ("cpu", True), "sim") for name in names]
-
-
-@pytest.mark.parametrize("name", ["III", *deep("NII")])
-def test_outer_states_are_on_the_host_while_offloaded(run_on_device: Any, name: str) -> None:
-    for rows in run_on_device(cases.offload_states, [name], "Muon", False, cases.OUTER):
-        assert rows == [(name, True, ("cpu", True), "sim")]
 
 
 WIDTH, LAYERS = 128, 8
@@ -90,8 +90,6 @@ def test_device_has_few_modules_and_host_has_one_slice(run_on_device: Any, froze
             assert 0.5 * BUDGET < row.cached <= BUDGET, row
             assert row.peak <= row.cached + 2 * LAYER * BF16 + 2 * WINDOW + ACTIVATIONS, row
 
-
-LOCO = {"zeropp_loco_param": {}}
 
 RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
     ("Adam", {}, ("NIG", "IIG"), False),
