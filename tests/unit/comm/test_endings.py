@@ -18,7 +18,7 @@ from deepspeed_ext.comm import worker_thread
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from tests.campaigns.endings import Case, Ended, served
-from tests.harness import training
+from tests.harness import snapshots, training
 from tests.harness.tiers import deep
 
 LATE = 0.5  # seconds; the other rank has ended by then
@@ -99,10 +99,7 @@ def given_up_case() -> tuple[float, str, int]:
         begin = time.monotonic()
         assert worker_thread.complete_before_exit(after_an_error=True) is None  # gradients are owed to nobody
         seconds = time.monotonic() - begin
-        try:
-            started.wait()
-        except RuntimeError as error:
-            failure = str(error)
+        failure = snapshots.error_of(started.wait)
     else:
         seconds = 0.0
     running = len(worker_thread.running_workers())
@@ -113,7 +110,8 @@ def given_up_case() -> tuple[float, str, int]:
 def test_reductions_are_dropped_after_an_error(ranks: Any) -> None:
     (seconds, failure, running), _ = ranks(2).run(given_up_case)
     assert seconds < 3 and running == 0
-    assert "closure" in failure  # of the connections that the thread waited on
+    # Of the connections that the thread waited on.
+    assert failure.startswith("RuntimeError: ") and "closure" in failure
 
 
 def finalizer_case() -> tuple[bool, bool]:

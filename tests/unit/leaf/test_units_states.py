@@ -274,5 +274,4 @@ def frozen_case(keys: dict[str, Any]) -> list[float]:
         engine.destroy()
         return weights
 
-    ways = ("frozen", "thawed", "left out")
-    return [(train(keys, how) - train({}, how)).abs().max().item() for how in ways]
+    return [(train(keys, how) - train({}, how)).abs().max().item() for how in ("frozen", "thawed", "left out")]

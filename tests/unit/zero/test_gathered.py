@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import deepspeed_ext
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.zero.sharded.coordinator import _comparing_within, assert_same_in_group
-from tests.harness import networks, training
+from tests.harness import networks, snapshots, training
 from tests.harness.networks import SQUARE
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS, SMALL, Job, placed
@@ -53,12 +53,8 @@ def compare_case() -> tuple[list[str], bool]:
     """Compare records within groups of two; return the errors, and whether later comparisons are over all ranks."""
     errors = []
     for records, _ in RECORDS.values():
-        try:
-            with _comparing_within(get_topology(None, 2).intra):
-                assert_ints_same_as_other_ranks(records[dist.get_rank()])
-            errors.append("")
-        except RuntimeError as error:
-            errors.append(str(error))
+        with _comparing_within(get_topology(None, 2).intra):
+            errors.append(snapshots.error_of(assert_ints_same_as_other_ranks, records[dist.get_rank()]))
     with _comparing_within(get_topology(None, 2).intra):
         within = assert_same_in_group([1, 2])
     compares_in_group = assert_same_in_group([1, 2])
