@@ -38,10 +38,9 @@ def resume_case(name: str, folder: str, tied: bool, experts: int) -> tuple[bool,
     engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
     losses = [float(engine.train_batch(data)) for _ in range(2)]
     weights, _ = pipelines.everybodys_weights(engine.module)
-
-    engine = pipelines.make_pipeline(pipe, placed(name, 1))
+    engine.destroy()
+    engine, data = pipelines.start(pipe, placed(name, 1))
     engine.train_batch(pipelines.batches(7))  # something to be overwritten
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
     for _ in range(pipe.micro_batches):
         next(data)
     path, client_state = engine.load_checkpoint(f"{folder}/{name}")

@@ -298,6 +298,7 @@ def elsewhere_case(name: str, folder: str) -> tuple[Any, ...]:
     apart = [key for key in anchors if not torch.equal(anchors[key], _weights(engine, model)[key])]
     engine.save_checkpoint(where)
     engine.save_16bit_model(where, "weights.bin")
+    engine.destroy()
     dist.barrier()
     on_disk = get_fp32_state_dict_from_zero_checkpoint(where)
     differ = [key for key, value in anchors.items() if not torch.equal(on_disk[key], value)]
