@@ -28,7 +28,8 @@ def with_cases(names: str, *cases: Any, ids: Any = None) -> pytest.MarkDecorator
 
 
 def _by_strategies(value: Any) -> str | None:
-    return f"{len(value)} strategies, {value[0]}" if isinstance(value, tuple) and isinstance(value[0], str) else None
+    has_names = isinstance(value, tuple) and bool(value) and isinstance(value[0], str)
+    return f"{len(value)} strategies, {value[0]}" if has_names else None
 
 
 def folder_of(test: str) -> str:
