@@ -228,7 +228,7 @@ def interchange_case(pair: tuple[Any, ...], folder: str, dtype: str, universal: 
         return placed(name, 2, **SUB_GROUPS, **({"reduce_scatter": False} if name == "3" else {}), **zero)
 
     saved, loaded, both, more = pair
-    folder = f"{folder}/{pair}"
+    folder = f"{folder}/{saved}{loaded}"
     engine, _ = training.make_engine(job, keys(saved, {**both, **more}))
     snapshots.run(engine, job, first)
     engine.save_checkpoint(folder)
