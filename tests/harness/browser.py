@@ -34,13 +34,8 @@ addEventListener("load", () => {{
 
 
 def look_at(pages: Mapping[str, tuple[str, int]], look: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Open pages, and return the result of a function in each, and the lines that they have logged.
-
-    Args:
-        pages: names, with the HTML and the width in pixels of each.
-        look: a JavaScript function of a window and its document, which returns a JSON value.
-        folder: empty, for files and Chromium's profile.
-    """
+    """Open pages, by name with their HTML and width in pixels, in an empty folder; return what ``look`` returns in
+    each, a JavaScript function of a window and its document, and the lines that they have logged."""
     assert CHROMIUM is not None
     frames = []
     for name, (text, width) in pages.items():

@@ -1,7 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings of DeepSpeed's MoE layers and AutoEP's experts, compared with its own stages; runs inside rank
-processes."""
+"""Trainings of DeepSpeed's MoE layers and AutoEP's experts, compared with its stages; runs inside rank processes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +14,8 @@ SUB_GROUPS = {**PLAIN, "sub_group_size": 400}  # several of a family, some of th
 
 
 def job_of(kind: str, ep: int, **details: Any) -> Job:
-    """Return a job with four experts over ``ep`` ranks.
-
-    Args:
-        kind: "MoE" (DeepSpeed's layers), "AutoEP" (a model of transformers), or "folded" (its attention is divided by
-            AutoTP over two ranks, too).
-        ep: expert-parallel size.
-        details: attributes of the job; ``zero`` comes on top of small buckets.
-    """
+    """Return a job with four experts over ``ep`` ranks: of DeepSpeed's layers ("MoE"), of a model of transformers
+    ("AutoEP"), or of one whose attention is divided by AutoTP over two ranks, too ("folded")."""
     over = {1: networks.Routed, 2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}
     network, config, zero = {
         "MoE": (over[ep], {}, SEVERAL_BUCKETS),

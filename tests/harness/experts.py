@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.harness.package_versions import skip_before
+from tests.harness.tiers import skip_before
 
 WIDTH, TOKENS, EXPERTS = 16, 5, 4  # grouped products want rows of whole 16 bytes
 

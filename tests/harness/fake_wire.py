@@ -248,14 +248,8 @@ Trained = tuple[str, bool]  # a digest of the weights, and whether all of them a
 
 
 def train_over(wire: Wire, job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = None) -> Trained:
-    """Train, with a look at one parameter and a change of another between forward and backward; the weights.
-
-    Args:
-        wire: connected during this.
-        job: with ``Network`` or one that has its layers.
-        zero: keys of zero_optimization.
-        look: sees the engine before it is destroyed.
-    """
+    """Train over a wire, with a look at one parameter and a change of another between forward and backward; return the
+    weights. ``look`` sees the engine before it is destroyed."""
     generator = torch.Generator().manual_seed(3)
     with wire.connected():
         engine, model = make_engine(job, zero)

@@ -142,10 +142,8 @@ def hidden_names(folder: str) -> list[str]:
 
 
 def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tuple[int, str]:
-    """Kill and load; return the number of the save that was loaded, and the problems.
-
-    ``folder`` is created for the saves; ``hidden`` are names next to the checkpoints that existed before.
-    """
+    """Kill and load; return the number of the save that was loaded, and the problems. ``hidden`` names were next to
+    the checkpoints before."""
     from tests.harness.ranks import RankError
 
     Path(folder).mkdir(exist_ok=True)

@@ -52,8 +52,7 @@ def lose(base: str, node: int) -> None:
 
 def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     """Return the files on each node; bytes that this rank's thread sent; differences after a load by new engines;
-    whether losses after it match the run that continued; the tag on disk then; and whether a second load writes it
-    again."""
+    whether later losses match the run that continued; the tag on disk then; and whether a second load writes it."""
     zero = {"zeropp_loco_param": {}} if name.endswith("LoCo") else {}
     sent, exchange = [0], HostChannel.exchange
 
@@ -67,8 +66,7 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     job = replace(snapshots.job_of("fp32", zero, **memory_of(base)), tensor_parallel=lanes)
     if name.endswith("experts"):
         job = replace(job, network=experts.SmallMixtral, config={**job.config, **experts.autoep(2)})
-    engine, model = training.make_engine(job, placed)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine, model = training.make_trained(job, placed)
     snapshots.mark(engine, model)
     saved = snapshots.snapshot(engine, model, job)
     with mock.patch.object(HostChannel, "exchange", counted):

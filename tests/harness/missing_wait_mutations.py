@@ -23,11 +23,8 @@ Site = tuple[str, int, int]  # a file, and the first and last line of a call in 
 
 @functools.cache
 def sites() -> dict[str, Site]:
-    """Return the calls of the package that order something, by name.
-
-    A name has the file, the function, the called name, and the number of such a call in the function, if not the
-    first: "zero/streams.py:ReductionStream.after_current:wait_stream 2".
-    """
+    """Return the calls of the package that order something, by file, function, called name, and the number of such a
+    call in the function, if not the first: "zero/streams.py:ReductionStream.after_current:wait_stream 2"."""
     package = Path(find_spec("deepspeed_ext").origin).parent  # type: ignore[arg-type, union-attr]
     results: dict[str, Site] = {}
     for path in sorted(package.rglob("*.py")):

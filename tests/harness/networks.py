@@ -136,9 +136,7 @@ class Tangled(Network):
 
 class Wandering(Blocks):
     """Ranks of the first half of the data-parallel ranks use layers in another order now and then, or leave one out.
-
-    The others always use all layers in one order.
-    """
+    The others always use all layers in one order."""
 
     calls = 0
     paths: tuple[tuple[int, ...], ...] = ((1, 2), (2, 1), (2,), (1, 2, 1))
@@ -276,3 +274,20 @@ class Normed(Network):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         torch.nn.utils.weight_norm(self.layers[1])
+
+
+def make_partly_frozen(zero: dict[str, Any], config: dict[str, Any], zero_init: bool = False) -> Any:
+    """Return an engine of a layer of 6000 parameters, and one of 4000 that is frozen."""
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+        **config,
+    }
+    with deepspeed.zero.Init(config_dict_or_path=settings, enabled=zero_init):
+        model = nn.Sequential(nn.Linear(100, 60, bias=False), nn.Linear(80, 50, bias=False))
+    model[1].requires_grad_(False)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=settings)
+    return engine

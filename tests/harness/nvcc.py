@@ -15,6 +15,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from deepspeed_ext.op_builder import LocoBuilder, source_folder
+from tests.harness.compiler import run
 
 NVCC = shutil.which("nvcc")
 SOURCES = ("loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu", "sum_cuda.cu")
@@ -40,13 +41,8 @@ class Taken(NamedTuple):
 
 
 def compile_source(source: str, capabilities: Sequence[str], output: Path, *more: str) -> tuple[list[Taken], str]:
-    """Compile a source as the package's builder does, and return the resources of its kernels, and the output of nvcc.
-
-    Args:
-        source: one of ``SOURCES``.
-        capabilities: ``("8.0", "9.0")``.
-        output: path of the object.
-        more: arguments of nvcc: ``-c`` for an object, ``-fatbin`` for the device's code alone.
+    """Compile one of ``SOURCES`` as the package's builder does, for capabilities such as "9.0"; return the resources
+    of its kernels, and the output of nvcc. ``more`` has ``-c`` for an object, ``-fatbin`` for the device's code alone.
 
     Raises:
         RuntimeError: it does not compile.
@@ -57,10 +53,7 @@ def compile_source(source: str, capabilities: Sequence[str], output: Path, *more
     folders = [*LocoBuilder().include_paths(), *cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     command = [NVCC, *arguments(capabilities), *(f"-I{folder}" for folder in folders), "-Xptxas=-v", *more]
     command += ["-Xcompiler=-fPIC", "-DTORCH_EXTENSION_NAME=loco", "-o", str(output), str(source_folder() / source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{source}: {done.stderr[-5000:]}")
-    answer = done.stdout + done.stderr
+    answer = run(*command)
     return list(parse_resources(source, answer)), answer
 
 

@@ -29,14 +29,8 @@ class Apart(NamedTuple):
 
 
 def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence[Tensor] | None = None) -> Apart:
-    """Train a copy for each group.
-
-    Args:
-        job: of SGD or AdamW; a group skips a step in which one of its ranks overflows, all groups in fp16.
-        outer: the section.
-        group_size: m.
-        offsets: of each trained parameter, when its elements leave; by default after H steps.
-    """
+    """Train a copy for each group, of SGD or AdamW. A group skips a step in which one of its ranks overflows, all
+    groups in fp16. ``offsets`` say of each trained parameter when its elements leave; by default after H steps."""
     settings = {**DEFAULTS, **outer}
     n, rank = dist.get_world_size(), dist.get_rank()
     copies = [_copy(job) for _ in range(n // group_size)]
@@ -133,8 +127,7 @@ def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: in
         data, losses, measures = training.batches(job), [], list[dict[str, float]]()
         engine.optimizer.outer._report = measures.append
         for number in range(job.steps * job.accumulation):
-            losses.append(training.micro_step(engine, job, number, *next(data)))
-            engine.step()
+            losses.append(training.step(engine, job, number, data))
         weights = training.whole_weights(model)
         own = engine.optimizer.outer
         own.receive_fragments()

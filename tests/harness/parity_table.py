@@ -35,21 +35,15 @@ def key(name: str, default: str, **values: dict[str, Any]) -> Option:
     return Option(name, {default: {}, **{value: {"zero": keys} for value, keys in values.items()}})
 
 
+# Nothing divides; and fewer elements than ranks.
+SIZES = {"square": (13, 29, 29, 29, 7), "tiny": (3, 1, 1, 1, 2), "wide": (41, 17, 17, 17, 1)}
 DTYPES = ("fp32", "bf16", "autocast", "fp16")
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 COMMON = (
     # Several groups of several ranks, three, one of all, and one for each rank.
     Option("shape", {f"{n}in{m}": {"world": n, "group": m} for n, m in ((4, 2), (4, 4), (4, 1), (6, 3), (6, 2))}),
     Option("accumulation", {f"x{number}": {"accumulation": number} for number in (1, 2, 3)}),  # micro-steps
-    # Nothing divides; and fewer elements than ranks.
-    Option(
-        "sizes",
-        {
-            "square": {"sizes": (13, 29, 29, 29, 7)},
-            "tiny": {"sizes": (3, 1, 1, 1, 2)},
-            "wide": {"sizes": (41, 17, 17, 17, 1)},
-        },
-    ),
+    Option("sizes", {name: {"sizes": sizes} for name, sizes in SIZES.items()}),
     # The dtype of parameters, and of what is computed with them.
     Option("dtype", {name: {"dtype": name} if name != "autocast" else {"config": AUTOCAST} for name in DTYPES}),
     # Dtype of sums of gradients.

@@ -234,6 +234,12 @@ def make_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Any
     return engine
 
 
+def start(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> tuple[Any, Iterator[tuple[Tensor, Tensor]]]:
+    """Return an engine, and this rank's micro-batches."""
+    engine = make_pipeline(pipe, zero, topology)
+    return engine, batches(engine.grid.get_data_parallel_rank())
+
+
 def _loss(pipe: Pipe) -> Callable[[Tensor, Tensor], Tensor]:
     calls = [0]
 
@@ -267,8 +273,7 @@ class Trained(NamedTuple):
 
 def train_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Trained:
     """Train, and destroy the engine."""
-    engine = make_pipeline(pipe, zero, topology)
-    data = batches(engine.grid.get_data_parallel_rank())
+    engine, data = start(pipe, zero, topology)
     losses, norms, applied = [], [], []
     for _ in range(pipe.steps):
         losses.append(float(engine.train_batch(data)))

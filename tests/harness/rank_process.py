@@ -155,13 +155,22 @@ class _ProcessState:
 
 
 def _destroy_groups() -> None:
-    """Destroy engines that cases have left, and all process groups.
+    """Destroy engines that cases have left, and all process groups."""
+    import deepspeed
+    import torch
+
+    _destroy_engines()
+    if torch.distributed.is_initialized():
+        deepspeed.comm.destroy_process_group()
+
+
+def _destroy_engines() -> None:
+    """Destroy engines that exist.
 
     Otherwise they live forever, with the threads and sockets of their groups: the hooks on gradient accumulators
     refer back to the engine from C++, where the garbage collector does not see them.
     """
     import deepspeed
-    import torch
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     for entry in gc.get_objects():
@@ -170,8 +179,15 @@ def _destroy_groups() -> None:
             # Even after destroy, the last stage of a pipeline holds the graph of its losses, and with it these hooks.
             if issubclass(type(entry), PipelineEngine):
                 vars(entry).clear()
-    if torch.distributed.is_initialized():
-        deepspeed.comm.destroy_process_group()
+
+
+def run_each(fn: Callable[..., Any], items: tuple[Any, ...], args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """Return each item with what ``fn`` returns for it, which starts without engines."""
+    rows = []
+    for item in items:
+        rows.append((item, fn(item, *args, **kwargs)))
+        _destroy_engines()
+    return rows
 
 
 def _function_caches() -> list[Any]:

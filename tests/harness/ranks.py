@@ -41,7 +41,7 @@ import pytest
 
 from scripts.emulation.launching import free_port
 from tests.harness import recorder
-from tests.harness.rank_process import Finished, Raised, RankSlot, serve
+from tests.harness.rank_process import Finished, Raised, RankSlot, run_each, serve
 
 # What every fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, and with it
 # a thousand modules of torch's compiler.
@@ -117,27 +117,26 @@ class Ranks:
         self._pool = pool
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
-        """Run ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
-
-        Args:
-            fn: a function at the top level of a module; ranks import it by name.
-            args: positional arguments of ``fn``, the same for every rank.
-            timeout: seconds until all ranks must have answered.
-            kwargs: keyword arguments of ``fn``.
+        """Run ``fn(*args, **kwargs)`` on every rank and return the results in rank order; ranks import ``fn`` by name.
 
         Raises:
             RankError: a rank raised or died. Its traceback is in the message, and the pool restarts at its next use.
-            RankTimeout: a rank did not answer; it was killed with all others.
+            RankTimeout: a rank did not answer in ``timeout`` seconds; it was killed with all others.
             pytest.skip.Exception: all ranks called ``pytest.skip``.
         """
         return [answer.value for answer in self._call(_case(fn, args, kwargs), Finished, timeout)]
 
-    def run_expect_error(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Raised]:
-        """Run ``fn``, which must raise on every rank, and return the error of each; the ranks stay alive.
+    def each(self, fn: Callable[..., Any], items: Iterable[Any], *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Run ``fn(item, *args, **kwargs)`` for each item, in one case; return items with results, rank by rank."""
+        return self.rows(run_each, fn, tuple(items), args, kwargs)
 
-        This is for errors that each rank finds by itself, such as a refused configuration. If a rank does not raise,
-        this fails like ``run``.
-        """
+    def rows(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run ``fn``, which returns several results; return all of them, rank by rank."""
+        return [row for rows in self.run(fn, *args, **kwargs) for row in rows]
+
+    def run_expect_error(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Raised]:
+        """Run ``fn``, which must raise on every rank by itself, as for a refused configuration, and return the error
+        of each; the ranks stay alive. If a rank does not raise, this fails like ``run``."""
         return self._call(_case(fn, args, kwargs), Raised, 300.0)
 
     def _call(self, payload: bytes, wanted: type, timeout: float) -> list[Any]:
@@ -211,11 +210,8 @@ class Ranks:
 
 
 class RankPool:
-    """Processes that all cases share: as many as the largest case needs, started when they are first needed.
-
-    Args:
-        preload: modules that are already imported in ranks, in addition to DeepSpeed.
-    """
+    """Processes that all cases share: as many as the largest case needs, started when they are first needed. Modules
+    of ``preload`` are imported in them, in addition to DeepSpeed."""
 
     def __init__(self, preload: tuple[str, ...] = ()) -> None:
         self._preload = preload
@@ -308,10 +304,8 @@ def prepare_environment() -> None:
 
 @functools.cache
 def fork_server(preload: tuple[str, ...] = ()) -> forkserver.ForkServer:
-    """The process that ranks are forked from; it begins to import torch, DeepSpeed and ``preload`` in the background.
-
-    A module that is not installed is left out.
-    """
+    """The process that ranks are forked from; in the background it begins to import torch, DeepSpeed and those modules
+    of ``preload`` that are installed."""
     server = forkserver.ForkServer()
     recording = ["coverage"] if recorder.FOLDER in os.environ else []
     server.set_forkserver_preload([*_PRELOAD, *preload, *recording, "tests.harness.preload"])
@@ -324,10 +318,7 @@ def remove_stale_build_locks(directory: Path) -> TextIO:
     """Remove the lock files of killed builds of torch extensions: every later build would wait for them forever.
 
     Torch's lock does not say who holds it. Sessions therefore share a lock of their own, which dies with its holder,
-    and only a session that is alone removes torch's.
-
-    Returns:
-        The session's lock, to be kept open.
+    and only a session that is alone removes torch's. Keep the returned lock open.
     """
     directory.mkdir(parents=True, exist_ok=True)
     session_lock = (directory / "sessions").open("w")

@@ -36,12 +36,8 @@ TRAINED |= {"empty": False, "optimizer": "Adam"}
 
 
 def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links: Rates | None = LINKS) -> list[str]:
-    """Train with a section, without and with a report in a folder; return the problems on this rank.
-
-    Args:
-        folder, section, job: folder of the report, keys of zero_optimization, and fields of a ``Job``.
-        links: rates of hops; None to measure them.
-    """
+    """Train with keys of zero_optimization, without and with a report in a folder; return the problems on this rank.
+    Rates of hops are measured if ``links`` is None."""
     reporting = {**section, "paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}
     wrong: list[str] = []
 

@@ -137,8 +137,7 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
 
 
 def large(spans: int = 20_000) -> dict[str, Any]:
-    """Return a report of a large training: of 16,384 ranks, and with at least this number of spans in each
-    timeline."""
+    """Return a report of a training of 16,384 ranks, with at least this number of spans in each timeline."""
     created = report("IIG", 16_384, 8)
     for timeline in created["timelines"]:
         base = [(lane["spans"], list(lane["spans"])) for lane in timeline["lanes"]]

@@ -172,12 +172,8 @@ class Run:
 
 
 def intercept(calls: Mapping[str, tuple[str, str]], act: Callable[[str, int, Callable[[], Any]], Any]) -> None:
-    """Let ``act`` make each of these calls of this process, until ``mock.patch.stopall``.
-
-    Args:
-        calls: by name: a module, or a class in one, and a name in it.
-        act: is given the name, how often it was called before, and the call.
-    """
+    """Let ``act`` make each of these calls of this process, until ``mock.patch.stopall``. It receives the name, how
+    often it was called before, and the call. By name, ``calls`` has a module, or a class in one, and a name in it."""
     import pkgutil
 
     for name, (owner, attribute) in calls.items():

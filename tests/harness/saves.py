@@ -252,10 +252,8 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
 
 
 def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2, kind: type[Run] = Run) -> Twins:
-    """Compare two runs of a strategy, with the steps and saves of a ``kind``.
-
-    With a device, files are compared ``as_from_host``: they contain device names.
-    """
+    """Compare two runs of a strategy, with the steps and saves of a ``kind``. With a device, files are compared
+    ``as_from_host``: they contain device names."""
 
     def make(into: str) -> Run:
         engine, model = training.make_engine(job, training.placed(name, group_size))

@@ -69,12 +69,6 @@ def steps_of(job: training.Job, number: int, skip: int = 0) -> list[tuple[Tensor
     return [next(data) for _ in range(skip + number)][skip:]
 
 
-def after_a_step(job: training.Job, name: str) -> tuple[Any, Any]:
-    engine, model = training.make_engine(job, training.placed(name))
-    run(engine, job, steps_of(job, 1))
-    return engine, model
-
-
 def mark(engine: Any, model: nn.Module) -> None:
     """Change values that the seed sets and training does not change: frozen parameters and hyperparameters."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -135,11 +129,8 @@ def _all_experts(parameter: nn.Parameter, mine: Tensor) -> Tensor:
 
 
 def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) -> tuple[dict[str, Any], ...]:
-    """Save after the first steps and train to the last; then load, and continue from there.
-
-    Returns:
-        The saved states, differences after the load, and differences at the end.
-    """
+    """Save after the first steps and train to the last; then load, and continue from there. Return the saved states,
+    differences after the load, and differences at the end."""
     engine, model = training.make_engine(job, keys)
     mark(engine, model)
     run(engine, job, steps_of(job, first), first=0)

@@ -85,15 +85,8 @@ class Timeline:
     def add(
         self, resource: str, seconds: float, after: Iterable[int] = (), part: str | None = None, yields: bool = False
     ) -> int:
-        """Add a task, and return its number.
-
-        Args:
-            resource: the resource that it occupies.
-            seconds: its duration.
-            after: numbers of tasks that must end before it begins.
-            part: the part that it counts as; by default, the name of the resource.
-            yields: whether tasks that become ready at the same time go first.
-        """
+        """Add a task that begins after tasks with these numbers, and return its number. It counts as a ``part``, by
+        default as its resource; with ``yields``, tasks that become ready at the same time go first."""
         needs = [self._tasks[number] for number in set(after)]
         task = Task(len(self._tasks), resource, part or resource, seconds, yields, len(needs))
         self._tasks.append(task)

@@ -148,8 +148,7 @@ def watch_cases(options: str, folder: str, number: int, **more: Any) -> dict[str
 
 
 def watch_case(name: str, options: str, folder: str, **more: Any) -> tuple[list[str], int, int]:
-    """Train; return accesses without an order, and numbers of accesses and of pairs, as in ``Order``. See
-    ``run_case``."""
+    """Run a case; return accesses without an order, and numbers of accesses and of pairs, as in ``Order``."""
     with device_with_streams() as order:
         run_case(order, name, options, folder, **more)
     return [str(finding) for finding in order.findings], order.accesses, order.pairs
@@ -164,25 +163,17 @@ def leave_out(place: str, name: str, options: str, folder: str, group_size: int,
 
 
 def run_case(order: Order, name: str, options: str, folder: str = "", steps: int = 0, **more: Any) -> None:
-    """Train a strategy, or a stage, with a set of options, while the order is watched.
+    """Train a strategy, or a stage, with a set of options, or ``BY_HAND``, while the order is watched.
 
-    The engine is destroyed while the device has streams: what is in flight is completed.
-
-    Args:
-        order: order of the device.
-        name: name of the strategy, or the stage.
-        options: name of the set, or ``BY_HAND``.
-        folder: for checkpoints.
-        steps: their number; 0: the number in the options.
-        more: further keys of zero_optimization.
+    The engine is destroyed while the device has streams: what is in flight is completed. 0 ``steps`` are the number in
+    the options, and ``more`` are further keys of zero_optimization.
     """
     if options == BY_HAND:
         gather_by_hand(order, name)
         return
     given = OPTIONS[options]
     if given.pipe is not None:
-        engine: Any = pipelines.make_pipeline(given.pipe, placed(name, **{"group_size": 1, **given.zero, **more}))
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        engine, data = pipelines.start(given.pipe, placed(name, **{"group_size": 1, **given.zero, **more}))
         with stepping_on_host(engine, order), order.watch():
             for _ in range(steps or given.pipe.steps):
                 engine.train_batch(data)
@@ -192,8 +183,7 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
     if given.reported:
         more["paro_report"] = {"folder": f"{folder}/{name}", "after": 2, "steps": 1, "probe": False}
-    engine, model = training.make_engine(job, placed(name, **zero, **more))
-    data = training.batches(job)
+    engine, model, data = training.begin(job, placed(name, **zero, **more))
     batches = [next(data) for _ in range(job.steps * job.accumulation)]
     with stepping_on_host(engine, order), order.watch():
         for number, batch in enumerate(batches):
@@ -334,8 +324,7 @@ def read_by_host(optimizer: Any) -> None:
 
 
 def gather_and_change(parameters: list[Any]) -> None:
-    """Look at two parameters, and change another, as users do; DeepSpeed does not support changes of a parameter in
-    flight."""
+    """Look at two parameters and change a third, as users do; none in flight, which DeepSpeed does not support."""
     with deepspeed.zero.GatheredParameters([parameters[-1], parameters[len(parameters) // 2]]):
         parameters[-1].sum()
     resting = [p for p in parameters if getattr(p, "ds_status", NOT_AVAILABLE) == NOT_AVAILABLE]

@@ -160,14 +160,7 @@ class Order:
         writes: Iterable[Tensor] = (),
         made: Sequence[Tensor] = (),
     ) -> None:
-        """An operation runs on a stream.
-
-        Args:
-            stream: the stream of the operation.
-            operation: its name.
-            reads, writes: tensors; those in both are written.
-            made: tensors whose memory is new.
-        """
+        """Run an operation on a stream: tensors in ``reads`` and ``writes`` are written; memory of ``made`` is new."""
         with self._lock:
             number, where = stream.begin(), place_of_call()
             if stream is self.of_host:
@@ -320,12 +313,8 @@ class StreamAccelerator(CPU_Accelerator):  # type: ignore[misc]
 def device_with_streams(
     order: Order | None = None, accelerator: Callable[[Order], StreamAccelerator] = StreamAccelerator
 ) -> Iterator[Order]:
-    """Within this context, DeepSpeed's device has streams, and hops are as on NCCL; groups are gloo's.
-
-    Args:
-        order: the order to keep; by default, one for a device with tensors that torch takes for the host's.
-        accelerator: makes DeepSpeed's.
-    """
+    """Within this context, DeepSpeed's device has streams, and hops are as on NCCL; groups are gloo's. The default
+    order is one for a device with tensors that torch takes for the host's."""
     order = order or Order()
 
     def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -354,8 +343,7 @@ def device_with_streams(
 
 @contextlib.contextmanager
 def asking(order: Order) -> Iterator[None]:
-    """In this context, count waits that ``watch`` does not see: on a CPU, asking for a tensor's values is no
-    operation."""
+    """In this context, count waits that ``watch`` does not see: asking for values is no operation on a CPU."""
 
     def counting(name: str, plain: Any) -> Any:
         def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -233,6 +233,27 @@ def micro_step(engine: Any, job: Job, number: int, x: Tensor, y: Tensor) -> floa
     return loss.item()
 
 
+def step(engine: Any, job: Job, number: int = 0, data: Iterator[tuple[Tensor, Tensor]] | None = None) -> float:
+    """Run a micro-step with the next batch, or the first one of ``job``, and ``engine.step()``; return the loss."""
+    loss = micro_step(engine, job, number, *next(data or batches(job)))
+    engine.step()
+    return loss
+
+
+def begin(job: Job, zero: dict[str, Any]) -> tuple[Any, Network, Iterator[tuple[Tensor, Tensor]]]:
+    """Return an engine, its model, and this rank's batches."""
+    return *make_engine(job, zero), batches(job)
+
+
+def make_trained(job: Job, zero: str | dict[str, Any], steps: int = 1, skip: int = 0) -> tuple[Any, nn.Module]:
+    """Return an engine and its model after steps of a micro-step each, with batches after the first ``skip``."""
+    engine, model = make_engine(job, placed(zero) if isinstance(zero, str) else zero)
+    for number, (x, y) in enumerate(itertools.islice(batches(job), skip, skip + steps), 100):  # none that a job names
+        micro_step(engine, job, number, x, y)
+        engine.step()
+    return engine, model
+
+
 def train(job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = None) -> Record:
     """Train and return the record; ``look`` sees the engine before it is destroyed."""
     engine, model = make_engine(job, zero)

@@ -61,7 +61,7 @@ def test_python_snippets_are_the_examples_that_run() -> None:
 def test_configurations_on_pages_are_accepted(ranks: Any) -> None:
     shown = [(one.name, section) for one in pages() for section in sections_in(one)]
     assert len(shown) >= 30
-    refused = [answer for answer in ranks(1).run(accept_case, shown)[0] if answer]
+    refused = [(where, error) for where, error in ranks(1).each(error_case, shown) if error]
     assert not refused
 
 
@@ -75,23 +75,17 @@ def test_configurations_show_the_stage_beside_the_strategy() -> None:
     assert all(json.loads(path.read_text())["zero_optimization"].get("stage") for path in folder.rglob("*.json"))
 
 
-def accept_case(shown: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """What DeepSpeed's configuration says against each, with our checks in it."""
+def error_case(shown: tuple[str, dict[str, Any]]) -> str:
+    """What DeepSpeed's configuration says against a section of a page, with our checks in it."""
     from unittest import mock
 
     import deepspeed
 
     from deepspeed_ext.config import check
-
-    def problem(name: str, section: dict[str, Any]) -> str:
-        try:
-            deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **section})
-        except Exception as error:
-            return f"{name}: {section}: {error}"
-        return ""
+    from tests.harness.snapshots import error_of
 
     with mock.patch.object(check, "sharding_ranks", lambda *_: 16):
-        return [problem(name, section) for name, section in shown]
+        return error_of(deepspeed.DeepSpeedConfig, {"train_micro_batch_size_per_gpu": 1, **shown[1]})
 
 
 def commands_in(one: Page) -> list[list[str]]:

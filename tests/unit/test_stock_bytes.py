@@ -100,13 +100,11 @@ def case(zero: dict[str, Any]) -> tuple[int, Counter[str]]:
 
         return mock.patch.object(comm.comm.cdb, name, call)
 
-    engine, model = training.make_engine(job, zero)
-    data = training.batches(job)
+    engine, model, data = training.begin(job, zero)
     with contextlib.ExitStack() as patches:
         for name in COLLECTIVES:
             patches.enter_context(counted(name))
         for number in range(ACCUMULATION):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
+            training.step(engine, job, number, data)
     engine.destroy()
     return sum(p.numel() for p in model.parameters()), moved

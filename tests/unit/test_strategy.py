@@ -20,6 +20,7 @@ from deepspeed_ext.strategy import (
     plain_name,
     redistribution_volume,
 )
+from tests.harness.tiers import with_cases
 
 pytestmark = pytest.mark.quick
 
@@ -124,8 +125,8 @@ def test_names_with_hyphens() -> None:
         assert hyphenate(other) == plain_name(other) == other
 
 
-@pytest.mark.parametrize(
-    "name", ["nig", "n-i-g", "NI", "NIGG", "N--G", "N-IG", "NIG-", "N-I-G-G", "XYZ", "auto", "", None, 3, ["NIG"]]
+@with_cases(
+    "name", "nig", "n-i-g", "NI", "NIGG", "N--G", "N-IG", "NIG-", "N-I-G-G", "XYZ", "auto", "", None, 3, ["NIG"]
 )
 def test_unknown_names_get_the_list(name: object) -> None:
     with pytest.raises(ValueError, match="must be one of N-N-N, N-N-I, N-N-G, N-I-I, N-I-G, N-G-G, I-N-I") as error:
@@ -133,14 +134,12 @@ def test_unknown_names_get_the_list(name: object) -> None:
     assert repr(name) in str(error.value)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "n, m, message",
-    [
-        (4, 0, "at least 1, got 0"),
-        (4, -2, "at least 1, got -2"),
-        (4, 8, "8 with 4"),
-        (6, 4, r"6 = 1 x 4 \+ 2.*\[1, 2, 3, 6\]"),
-    ],
+    (4, 0, "at least 1, got 0"),
+    (4, -2, "at least 1, got -2"),
+    (4, 8, "8 with 4"),
+    (6, 4, r"6 = 1 x 4 \+ 2.*\[1, 2, 3, 6\]"),
 )
 def test_group_sizes_that_do_not_fit(n: int, m: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -75,12 +75,7 @@ def missing() -> str:
 
 
 def build_library(sources: Path, folder: Path, name: str) -> Path:
-    """Build the kernels in a folder of sources, and return the library.
-
-    Args:
-        sources: ``csrc/loco`` of a checkout.
-        folder: the folder of objects and libraries of all builds, by a hash of their sources.
-        name: name of the build.
+    """Build the kernels in ``csrc/loco`` of a checkout, and return the library; ``folder`` has those of all builds.
 
     Raises:
         ValueError: a source has something that is not rewritten.

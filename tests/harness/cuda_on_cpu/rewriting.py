@@ -61,11 +61,8 @@ _REWRITES = (
 
 
 def rewritten(name: str, text: str) -> str:
-    """Return a source or header of the kernels as C++ that includes ``shim.h``.
-
-    Raises:
-        ValueError: it has syntax that is not rewritten, or another number of matches than expected.
-    """
+    """Return a source or header of the kernels as C++ that includes ``shim.h``; ValueError if it has syntax that is
+    not rewritten, or another number of matches than expected."""
     bounds = set(_BOUNDS.findall(text)) - {"kThreads"}
     if bounds:
         raise ValueError(f"{name}: expected all kernels to be bounded by and launched with kThreads, got {bounds}")

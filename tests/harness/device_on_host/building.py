@@ -26,11 +26,7 @@ def missing() -> str:
 
 
 def build_library(folder: Path = LIBRARIES) -> Path:
-    """Build the device, unless the same sources were built for the same torch, and return the library.
-
-    Raises:
-        RuntimeError: it does not compile.
-    """
+    """Build the device, unless the same sources were built for the same torch, and return the library."""
     texts = [(HERE / file).read_text(encoding="utf-8") for file in (*_SOURCES, *_HEADERS)]
     parts = [importlib.metadata.version("torch"), *_FLAGS, *texts]
     library = folder / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"

@@ -82,8 +82,7 @@ class Beside(NamedTuple):
 
 
 def beside(library: str, options: str, names: Sequence[str]) -> list[Beside]:
-    """Train strategies with a set of options on the device and on the host, and with stock DeepSpeed if it supports
-    them."""
+    """Train strategies with a set of options on the device and on the host, and with stock where it supports them."""
     register(library)
     provided = OPTIONS[options]
     rows = []
@@ -120,8 +119,7 @@ def _only(values: set[str]) -> str:
 
 
 def watched(library: str, options: str, names: Sequence[str], folder: str) -> dict[str, list[str]]:
-    """Train strategies with a set of ``stream_cases``; return, for each, accesses without an order between streams and
-    the host."""
+    """Train with a set of ``stream_cases``; return of each strategy accesses without an order, the host's as well."""
     register(library)
     results = {}
     for name in names:
@@ -300,9 +298,7 @@ class Held(NamedTuple):
 
 def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, Any]) -> tuple[int, list[Held]]:
     """Train with parameters on the host, in a dtype that nothing else has for long: bytes of all, and of their memory.
-
-    Here each transfer ends when it is started, so at most one transfer in flight is counted.
-    """
+    Here each transfer ends when it is started, so at most one transfer in flight is counted."""
     register(library)
     rows, full = [], 0
     for name in names:

@@ -34,12 +34,8 @@ def make_accelerator(zero: dict[str, Any] | None = None) -> Accelerator:
 
 
 def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[tiny.Run, Tensor, bool]:
-    """Train, with a checkpoint after half of the steps, or on from it.
-
-    Returns:
-        The final state of the run, the weights before it, and whether the state dict for saving has the weights at the
-        end.
-    """
+    """Train, with a checkpoint after half of the steps, or on from it; return the final state, the weights before, and
+    whether the state dict for saving has the weights at the end."""
     model = tiny.make_model()
     start = training.whole_weights(model)
     data = tiny.sequences(2 * STEPS * configurations.ACCUMULATION * accelerator.num_processes)
@@ -65,11 +61,7 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
 
 
 def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> Row:
-    """Train with stock DeepSpeed, with our section (None: of the launch), and from the latter's checkpoint.
-
-    Raises:
-        ValueError: the state dict for saving differs from the weights.
-    """
+    """Train with stock DeepSpeed, with our section (None: of the launch), and from the latter's checkpoint."""
     runs = []
     for number, zero in enumerate((stock, ours, ours)):
         run, start, saved = train(make_accelerator(zero), f"{folder}/{min(number, 1)}", resume=number == 2)

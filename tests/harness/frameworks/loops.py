@@ -33,12 +33,8 @@ def train(
 ) -> tuple[tiny.Run, Tensor]:
     """Train; return the final state of the run, and the weights before it.
 
-    Args:
-        config: configuration.
-        make: makes arguments of deepspeed.initialize; a model, if not the tiny one.
-        prepare, finish: see the engine before and after training.
-        loss_of: forward.
-        parts: parts of the data, each for as many ranks; by default every rank has its own.
+    ``make`` makes arguments of deepspeed.initialize; a model, if not the tiny one. ``prepare`` and ``finish`` see the
+    engine before and after. ``parts`` of the data are each for as many ranks; by default every rank has its own.
     """
     provided = make()
     provided.setdefault("model", tiny.make_model())

@@ -79,11 +79,8 @@ class Run(NamedTuple):
 
 
 def final_state(engine: Any, losses: Sequence[float]) -> Run:
-    """Return the final state of a run, destroy its engine, and reset globals.
-
-    Raises:
-        TypeError: the framework has trained without DeepSpeed, as Accelerate does where it finds no accelerator.
-    """
+    """Return the final state of a run, destroy its engine, and reset globals; TypeError if the framework has trained
+    without DeepSpeed, as Accelerate does where it finds no accelerator."""
     if not isinstance(engine, deepspeed.DeepSpeedEngine):
         raise TypeError(f"expected that a DeepSpeedEngine trains, got {type(engine).__name__}")
     strategy = getattr(engine.optimizer, "strategy", None)
@@ -95,14 +92,7 @@ def final_state(engine: Any, losses: Sequence[float]) -> Run:
 
 
 def compare_runs(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None, group: Any = None) -> Row:
-    """Compare a run to stock's.
-
-    Args:
-        start: the weights before training.
-        stock, ours: the runs.
-        resumed: the end of the resumed run.
-        group: ranks that hold the same weights; by default all.
-    """
+    """Compare a run and the end of a resumed run to stock's; ``group`` has one state, by default all ranks."""
     if stock.strategy or stock.stage != ours.stage:
         raise ValueError(f"expected stock DeepSpeed at stage {ours.stage}, got {stock.strategy or stock.stage}")
     largest = stock.weights.abs().max()

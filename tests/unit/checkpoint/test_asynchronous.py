@@ -29,7 +29,7 @@ from deepspeed_ext.comm import host_channel
 from deepspeed_ext.comm.disjoint_groups import timeout_of
 from deepspeed_ext.comm.host_channel import HostChannel
 from tests.harness import pipelines, saves, snapshots, training
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 ALL = (*REPLICATED, *PARTITIONED)
@@ -71,43 +71,37 @@ def twins_case(folder: str, name: str, model: str, dtype: str, zero: dict[str, A
 
 @pytest.mark.parametrize("names", [("NII", "IIG"), *deep((ALL,))])
 def test_snapshots_reuse_host_memory(ranks: Any, names: tuple[str, ...]) -> None:
-    for rank, rows in enumerate(ranks(4).run(memory_case, names)):
-        for name, retained, written, addresses, more in rows:
-            wrote = {"N": 1, "I": 2, "G": 4}[name[2]] > rank  # others have replicas
-            assert retained[0] <= written <= 1.02 * retained[0] + 30_000 * wrote, (name, retained)
-            assert (retained[0] > 0) == wrote, (name, retained)
-            assert retained == [retained[0]] * 3 and addresses == 1, (name, retained, addresses)
-            provided = 4000 * (wrote and (rank == 0 or name[0] != "N"))  # in the file of weights, which not all have
-            assert more == [retained[0] + provided, retained[0]], (name, retained, more)
+    for name, (rank, retained, written, addresses, more) in ranks(4).each(memory_case, names):
+        wrote = {"N": 1, "I": 2, "G": 4}[name[2]] > rank  # others have replicas
+        assert retained[0] <= written <= 1.02 * retained[0] + 30_000 * wrote, (name, retained)
+        assert (retained[0] > 0) == wrote, (name, retained)
+        assert retained == [retained[0]] * 3 and addresses == 1, (name, retained, addresses)
+        provided = 4000 * (wrote and (rank == 0 or name[0] != "N"))  # in the file of weights, which not all have
+        assert more == [retained[0] + provided, retained[0]], (name, retained, more)
 
 
-def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, list[int]]]:
-    """Return of three saves bytes of host memory, bytes of files, and how many sets of addresses there were; bytes of
-    host memory after a larger save and the next one."""
+def memory_case(name: str) -> tuple[int, list[int], int, int, list[int]]:
+    """Return this rank; of three saves bytes of host memory, bytes of files, and the number of sets of addresses;
+    bytes of host memory after a larger save and the next one."""
     job = training.Job(sizes=(128, 512, 256), optimizer="Adam", empty=False, config=saves.ASIDE)
-    rows = []
-    for name in names:
-        engine, _ = training.make_engine(job, placed(name))
-        snapshots.run(engine, job, snapshots.steps_of(job, 1))
-        files = engine.checkpoint_engine
-        buffers, write, paths = files.async_saves.buffers, files.write, set[str]()
-        files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
-        with tempfile.TemporaryDirectory() as own:
-            shared = [own]
-            dist.broadcast_object_list(shared, 0)
-            folder, retained, addresses = Path(shared[0]), [], set()
-            for extra in ({}, {}, {}, {"more": torch.zeros(1000)}, {}):  # the last frees what the larger one had
-                engine.save_checkpoint(folder, "tag", extra)
-                files.finish()
-                retained.append(buffers.nbytes)
-                if len(retained) == 3:
-                    written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
-                if len(retained) <= 3:
-                    addresses.add(tuple(sorted(item.data_ptr() for group in buffers._free.values() for item in group)))
-            dist.barrier()
-        rows.append((name, retained[:3], written, len(addresses), retained[3:]))
-        engine.destroy()
-    return rows
+    engine, _ = training.make_trained(job, name)
+    files = engine.checkpoint_engine
+    buffers, write, paths = files.async_saves.buffers, files.write, set[str]()
+    files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared, 0)
+        folder, retained, addresses = Path(shared[0]), [], set()
+        for extra in ({}, {}, {}, {"more": torch.zeros(1000)}, {}):  # the last frees what the larger one had
+            engine.save_checkpoint(folder, "tag", extra)
+            files.finish()
+            retained.append(buffers.nbytes)
+            if len(retained) == 3:
+                written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
+            if len(retained) <= 3:
+                addresses.add(tuple(sorted(item.data_ptr() for group in buffers._free.values() for item in group)))
+        dist.barrier()
+    return dist.get_rank(), retained[:3], written, len(addresses), retained[3:]
 
 
 def test_a_snapshot_copies_the_content_of_each_file(ranks: Any) -> None:
@@ -180,13 +174,11 @@ class Failure(NamedTuple):
     untouched: bool
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, boundary, faults",
-    [
-        ("NIG", "step", list(FAULTS)[:3]),
-        ("IIG", "engine", list(FAULTS)[3:]),
-        *deep(*((*run, list(FAULTS)) for run in (("III", "step"), ("NNN", "user"), ("GGG", "coalesce")))),
-    ],
+    ("NIG", "step", list(FAULTS)[:3]),
+    ("IIG", "engine", list(FAULTS)[3:]),
+    *deep(*((*run, list(FAULTS)) for run in (("III", "step"), ("NNN", "user"), ("GGG", "coalesce")))),
 )
 def test_a_failed_save_raises_on_all_ranks(
     ranks: Any, tmp_path: Path, name: str, boundary: str, faults: list[str]
@@ -265,11 +257,8 @@ def test_two_engines_save_at_the_same_time(ranks: Any, tmp_path: Path) -> None:
 
 def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], str, list[int]]:
     """Save with two engines at the same time, each twice: one on a rank without threads, the other on disks of nodes.
-
-    Returns:
-        Differences after a load; errors of saves with unsupported content; the tag in ``latest``; the remaining
-        process groups as the engines are destroyed.
-    """
+    Return differences after a load; errors of saves with unsupported content; the tag in ``latest``; the remaining
+    process groups as the engines are destroyed."""
     runs = []
     for number, (name, keys) in enumerate((("NIG", {}), ("IIG", {"use_node_local_storage": True}))):
         job = snapshots.job_of(checkpoint={**saves.ASIDE["checkpoint"], **keys})

@@ -49,7 +49,6 @@ def save_case(folder: str, name: str) -> None:
     observed = snapshots.snapshot(engine, model, job)
     if dist.get_rank() == 0:
         torch.save(observed, f"{folder}.pt")
-    engine.destroy()
 
 
 @pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)
@@ -70,7 +69,6 @@ def load_case(folder: str, name: str, group_size: int) -> None:
             engine.load_checkpoint(folder)
         times.add(Path(folder, "global_step3_converted", "converted_from.json").stat().st_mtime)
     differences = snapshots.difference(torch.load(f"{folder}.pt"), snapshots.snapshot(engine, model, job))
-    engine.destroy()
     assert differences.keys() <= {"counters"}, differences  # samples of a step
     assert len(times) == 1 and names_in(folder) == ["global_step3", "global_step3_converted", "latest"]
 
@@ -96,7 +94,6 @@ def again_case(folder: str) -> None:
         results = snapshots.difference(expected, snapshots.snapshot(other, copy, job))
         assert results == {}, results
         other.destroy()
-    engine.destroy()
 
 
 def test_a_failed_conversion_raises_and_leaves_no_files(ranks: Any, tmp_path: Path) -> None:
@@ -125,9 +122,7 @@ def failing_case(folder: str) -> tuple[str, bool, list[str]]:
         message = snapshots.error_of(engine.load_checkpoint, folder)
     finally:
         os.chdir(base)
-    changed = bool(snapshots.difference(before, snapshots.snapshot(engine, model, job)))
-    engine.destroy()
-    return message, changed, names_in(folder)
+    return message, bool(snapshots.difference(before, snapshots.snapshot(engine, model, job))), names_in(folder)
 
 
 def test_a_killed_conversion_leaves_no_output(ranks: Any, tmp_path: Path) -> None:
@@ -254,13 +249,9 @@ def test_two_jobs_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None:
 
 
 def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
-    """Convert in two jobs; the second starts and ends while the first converts.
-
-    Three earlier conversions belong to a dead process, have no marker, or are loaded by another job.
-
-    Returns:
-        The tags that the jobs load, the files in the conversion, and the names next to it.
-    """
+    """Convert in two jobs; the second starts and ends while the first converts. Three earlier conversions belong to a
+    dead process, have no marker, or are loaded by another job. Return the tags that the jobs load, the files in the
+    conversion, and the names next to it."""
     first = dist.get_rank() == 0
     second: list[str] = []
     jobs = iter((1, 2))

@@ -21,7 +21,7 @@ import deepspeed_ext
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
 from tests.harness import experts, networks, saves, snapshots, training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED
 
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -29,17 +29,17 @@ FROZEN = ("layers.0.weight", "layers.0.bias")
 HOST_BYTES = 992  # in two buffers, less than most tensors have
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, names",
-    [("bf16", ("NIG", "IIG")), ("fp32", ("III", "3")), *deep(("fp32", REPLICATED), ("bf16", PARTITIONED))],
-    ids=by_strategies,
+    ("bf16", ("NIG", "IIG")),
+    ("fp32", ("III", "3")),
+    *deep(("fp32", REPLICATED), ("bf16", PARTITIONED)),
 )
 def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
-    for rank, rows in enumerate(ranks(4).run(parity_case, str(tmp_path), dtype, names)):
-        for name, differing, tied, trained, most in rows:
-            assert differing == [] and tied == ["layers.2.weight"] and trained, (name, differing, tied, trained)
-            live, largest, retained = most
-            assert live <= largest and retained <= HOST_BYTES * (rank < 3), (name, most)
+    for name, (rank, differing, tied, trained, most) in ranks(4).each(parity_case, names, str(tmp_path), dtype):
+        assert differing == [] and tied == ["layers.2.weight"] and trained, (name, differing, tied, trained)
+        live, largest, retained = most
+        assert live <= largest and retained <= HOST_BYTES * (rank < 3), (name, most)
     for name in names:
         results = {path.name: path for path in (tmp_path / name).iterdir()}
         index = json.loads(results.pop("model.safetensors.index.json").read_text())
@@ -62,106 +62,92 @@ def header(path: Path) -> dict[str, tuple[int, int]]:
     return where
 
 
-def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
-    """Return, for each strategy, differences from DeepSpeed's full state dict; missing names; whether training
-    continues as without an export; elements live at once and those of the largest module; and bytes of host
-    buffers."""
+def parity_case(name: str, folder: str, dtype: str) -> Any:
+    """Return this rank; differences from DeepSpeed's full state dict; missing names; whether training continues as
+    without an export; elements live at once and those of the largest module; and bytes of host buffers."""
     more = {**GATHER, "paro_overlap_updates": True}
     tied = "layers.1.weight", "layers.2.weight"
     job = training.Job(
-        networks.SQUARE, "3" not in names, dtype=dtype, optimizer="Adam", frozen=(0,), network=networks.Buffered
+        networks.SQUARE, name != "3", dtype=dtype, optimizer="Adam", frozen=(0,), network=networks.Buffered
     )
-    rows = []
-    for name in names:
-        zero = {**training.SMALL, **(more if not name.isdigit() else GATHER)}
-        undisturbed = training.train(job, training.placed(name, **zero)).weights
-        engine, model = training.make_engine(job, training.placed(name, **zero))
-        if dist.get_rank() == 0:
-            Path(folder, name).mkdir()
-            Path(folder, name, "config.json").write_text("kept")
-        data = snapshots.steps_of(job, job.steps)
-        snapshots.run(engine, job, data[:2], first=0)
-        with torch.no_grad():
-            engine.eval()
-            engine(data[0][0])  # and no backward, for which parameters are prefetched
-            engine.train()
-        gathers = list(getattr(engine.optimizer, "gathers", {}).values())
-        for gather in gathers:
-            gather.live.peak = 0
-        export = deepspeed_ext.export_weights(
-            engine, f"{folder}/{name}", max_shard_bytes=500, writers=3, host_bytes=HOST_BYTES
-        )
-        largest = max(
-            sum(getattr(p, "ds_numel", p.numel()) for p in m.parameters(recurse=False)) for m in model.modules()
-        )
-        saved: dict[str, torch.Tensor] = {}
-        for path in Path(folder, name).glob("*.safetensors"):
-            saved.update(load_file(path))
-        full = engine._zero3_consolidated_16bit_state_dict() if name[0] in "IG3" else model.state_dict()
-        full = saved | {tied[1]: saved[tied[0]]} if full is None or dist.get_rank() else full  # of the first rank
-        differing = [k for k in saved if k not in full or not torch.equal(saved[k], full[k])]
-        differing += [k for k in saved if k in full and saved[k].dtype != full[k].dtype]
-        deepspeed_ext.export_weights(engine, f"{folder}/some", dtype=torch.float16, exclude_frozen_parameters=True)
-        live = max((gather.live.peak for gather in gathers), default=0)
-        subset = load_file(f"{folder}/some/model.safetensors")
-        expected = {k: v.half() if v.is_floating_point() else v for k, v in saved.items() if k not in FROZEN}
-        differing += [k for k in expected | subset if not torch.equal(subset[k], expected[k])]
-        snapshots.run(engine, job, data[2:], first=2)
-        trained = torch.equal(training.whole_weights(model), undisturbed)
-        engine.destroy()
-        missing = sorted(full.keys() - saved.keys())
-        rows.append((name, differing, missing, trained, (live, largest, export._writer.allocated_bytes)))
-    return rows
+    zero = {**training.SMALL, **(more if not name.isdigit() else GATHER)}
+    undisturbed = training.train(job, training.placed(name, **zero)).weights
+    engine, model = training.make_engine(job, training.placed(name, **zero))
+    if dist.get_rank() == 0:
+        Path(folder, name).mkdir()
+        Path(folder, name, "config.json").write_text("kept")
+    data = snapshots.steps_of(job, job.steps)
+    snapshots.run(engine, job, data[:2], first=0)
+    with torch.no_grad():
+        engine.eval()
+        engine(data[0][0])  # and no backward, for which parameters are prefetched
+        engine.train()
+    gathers = list(getattr(engine.optimizer, "gathers", {}).values())
+    for gather in gathers:
+        gather.live.peak = 0
+    export = deepspeed_ext.export_weights(
+        engine, f"{folder}/{name}", max_shard_bytes=500, writers=3, host_bytes=HOST_BYTES
+    )
+    largest = max(sum(getattr(p, "ds_numel", p.numel()) for p in m.parameters(recurse=False)) for m in model.modules())
+    saved: dict[str, torch.Tensor] = {}
+    for path in Path(folder, name).glob("*.safetensors"):
+        saved.update(load_file(path))
+    full = engine._zero3_consolidated_16bit_state_dict() if name[0] in "IG3" else model.state_dict()
+    full = saved | {tied[1]: saved[tied[0]]} if full is None or dist.get_rank() else full  # of the first rank
+    differing = [k for k in saved if k not in full or not torch.equal(saved[k], full[k])]
+    differing += [k for k in saved if k in full and saved[k].dtype != full[k].dtype]
+    deepspeed_ext.export_weights(engine, f"{folder}/some", dtype=torch.float16, exclude_frozen_parameters=True)
+    live = max((gather.live.peak for gather in gathers), default=0)
+    subset = load_file(f"{folder}/some/model.safetensors")
+    expected = {k: v.half() if v.is_floating_point() else v for k, v in saved.items() if k not in FROZEN}
+    differing += [k for k in expected | subset if not torch.equal(subset[k], expected[k])]
+    snapshots.run(engine, job, data[2:], first=2)
+    trained = torch.equal(training.whole_weights(model), undisturbed)
+    missing = sorted(full.keys() - saved.keys())
+    return dist.get_rank(), differing, missing, trained, (live, largest, export._writer.allocated_bytes)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "kind, names",
-    [
-        ("MoE", ("NIG",)),
-        ("AutoEP", ("IIG",)),
-        *deep(("AutoEP", ("NIG",)), ("MoE", REPLICATED), ("AutoEP", PARTITIONED)),
-    ],
-    ids=by_strategies,
+    ("MoE", ("NIG",)),
+    ("AutoEP", ("IIG",)),
+    *deep(("AutoEP", ("NIG",)), ("MoE", REPLICATED), ("AutoEP", PARTITIONED)),
 )
 def test_exported_experts_have_the_names_of_a_full_model(
     ranks: Any, tmp_path: Path, kind: str, names: tuple[str, ...]
 ) -> None:
-    for rows in ranks(4).run(experts_case, str(tmp_path), kind, names):
-        for name, began_alike, apart in rows:
-            assert began_alike and apart < 1e-5, (name, began_alike, apart)
+    for name, (began_alike, apart) in ranks(4).each(experts_case, names, str(tmp_path), kind):
+        assert began_alike and apart < 1e-5, (name, began_alike, apart)
 
 
-def experts_case(folder: str, kind: str, names: tuple[str, ...]) -> list[tuple[str, bool, float]]:
+def experts_case(name: str, folder: str, kind: str) -> tuple[bool, float]:
     """Of each: whether an export before the first step is the model that was given; and how far the model that loads
     one after two steps is from it."""
-    sizes, rows = (13, 10, 10, 7), []
-    for name in names:
-        network: Any = {"MoE": networks.RoutedOverTwo, "AutoEP": experts.SmallMixtral}[kind]
-        config = experts.autoep(2) if kind == "AutoEP" else {}
-        job = training.Job(sizes, network=network, config=config, optimizer="Adam", frozen=(0,), empty=False)
-        engine, _ = training.make_engine(job, training.placed(name, **training.SEVERAL_BUCKETS))
-        deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}")
-        torch.manual_seed(7)
-        full = (networks.Routed if kind == "MoE" else network)(sizes, None, False)
-        provided = full.state_dict()
-        saved = load_file(f"{folder}/{kind}{name}/model.safetensors")
-        alike = provided.keys() == saved.keys() and all(provided[k].shape == saved[k].shape for k in saved)
-        # Experts of ``Routed`` begin otherwise than those of ``RoutedOverTwo``.
-        alike &= all(torch.equal(provided[k], saved[k]) for k in saved if kind == "AutoEP" or "experts" not in k)
-        snapshots.run(engine, job, snapshots.steps_of(job, 2))
-        deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}", writers=2, max_shard_bytes=3000)
-        saved = {}
-        for path in Path(folder, f"{kind}{name}").glob("*.safetensors"):
-            saved.update(load_file(path))
-        full.load_state_dict(saved)
-        inputs = training.batches(job)
-        x, _ = next(inputs)
-        engine.eval()
-        with torch.no_grad():
-            apart = (engine(x) - full.eval()(x)).abs().max().item()
-        engine.destroy()
-        rows.append((name, alike, apart))
-    return rows
+    sizes = (13, 10, 10, 7)
+    network: Any = {"MoE": networks.RoutedOverTwo, "AutoEP": experts.SmallMixtral}[kind]
+    config = experts.autoep(2) if kind == "AutoEP" else {}
+    job = training.Job(sizes, network=network, config=config, optimizer="Adam", frozen=(0,), empty=False)
+    engine, _ = training.make_engine(job, training.placed(name, **training.SEVERAL_BUCKETS))
+    deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}")
+    torch.manual_seed(7)
+    full = (networks.Routed if kind == "MoE" else network)(sizes, None, False)
+    provided = full.state_dict()
+    saved = load_file(f"{folder}/{kind}{name}/model.safetensors")
+    alike = provided.keys() == saved.keys() and all(provided[k].shape == saved[k].shape for k in saved)
+    # Experts of ``Routed`` begin otherwise than those of ``RoutedOverTwo``.
+    alike &= all(torch.equal(provided[k], saved[k]) for k in saved if kind == "AutoEP" or "experts" not in k)
+    snapshots.run(engine, job, snapshots.steps_of(job, 2))
+    deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}", writers=2, max_shard_bytes=3000)
+    saved = {}
+    for path in Path(folder, f"{kind}{name}").glob("*.safetensors"):
+        saved.update(load_file(path))
+    full.load_state_dict(saved)
+    inputs = training.batches(job)
+    x, _ = next(inputs)
+    engine.eval()
+    with torch.no_grad():
+        apart = (engine(x) - full.eval()(x)).abs().max().item()
+    return alike, apart
 
 
 @pytest.mark.parametrize("name", ["NIG", "IIG"])
@@ -246,8 +232,7 @@ def test_exports_and_asynchronous_saves_wait_for_each_other(ranks: Any, tmp_path
 
 def turns_case(folder: str) -> tuple[list[str], str, str]:
     """Return the order of operations on folders in a save, an export right after it, an asynchronous export, and a
-    save right after that; the error that an export raises after a save that failed on one rank; and any later
-    error."""
+    save right after that; the error that an export raises after a save that failed on one rank; and a later one."""
     turns: list[str] = []
 
     def noted(what: str) -> Any:
@@ -314,44 +299,39 @@ def refused_case(folder: str) -> list[str]:
     ):
         with mock.patch.object(owner, name, value):
             results.append(error())
-    engine.destroy()
     return results
 
 
-@pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
+@with_cases("names", ("NIG", "IIG"), *deep((REPLICATED,), (PARTITIONED,)))
 def test_save_16bit_model_writes_all_weights_or_nothing(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(bit16_case, str(tmp_path), names):
-        assert rows == [(name, True, [], ["pytorch_model.bin"]) for name in names]
+    for name, row in ranks(4).each(bit16_case, names, str(tmp_path)):
+        assert row == (True, [], ["pytorch_model.bin"]), (name, row)
 
 
-def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, list[str], list[str]]]:
-    """Return, for each strategy, whether it saved, differences from the model, and the files after a failed save."""
+def bit16_case(name: str, folder: str) -> tuple[bool, list[str], list[str]]:
+    """Return whether it saved, differences from the model, and the files after a failed save."""
 
     def fail(state: Any, path: str, **kwargs: Any) -> None:
         Path(path).write_bytes(b"a part")
         raise OSError(28, "No space left on device")
 
     job = training.Job(dtype="bf16", frozen=(1,), empty=False, network=snapshots.Buffered)
-    rows = []
-    for name in names:
-        zero = {"paro_strategy": name, "paro_group_size": 2, **(GATHER if name in PARTITIONED else {})}
-        engine, model = training.make_engine(job, zero)
-        snapshots.mark(engine, model)
-        snapshots.run(engine, job, snapshots.steps_of(job, 2))
-        answer = engine.save_16bit_model(f"{folder}/{name}")
-        dist.barrier()
-        saved = torch.load(f"{folder}/{name}/pytorch_model.bin")
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            differing = [key for key in expected if key not in saved or not torch.equal(expected[key], saved[key])]
-        before = Path(folder, name, "pytorch_model.bin").read_bytes()
-        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=2))  # parameters are sharded again
-        with mock.patch.object(torch, "save", fail):
-            error = snapshots.error_of(engine.save_16bit_model, f"{folder}/{name}")
-        assert error.startswith("OSError") == (dist.get_rank() == 0), error
-        dist.barrier()
-        differing += ["the file"] * (Path(folder, name, "pytorch_model.bin").read_bytes() != before)
-        engine.destroy()
-        remaining = sorted(path.name for path in Path(folder, name).iterdir())
-        rows.append((name, bool(answer), differing + sorted(saved.keys() - expected.keys()), remaining))
-    return rows
+    zero = {"paro_strategy": name, "paro_group_size": 2, **(GATHER if name in PARTITIONED else {})}
+    engine, model = training.make_engine(job, zero)
+    snapshots.mark(engine, model)
+    snapshots.run(engine, job, snapshots.steps_of(job, 2))
+    answer = engine.save_16bit_model(f"{folder}/{name}")
+    dist.barrier()
+    saved = torch.load(f"{folder}/{name}/pytorch_model.bin")
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        differing = [key for key in expected if key not in saved or not torch.equal(expected[key], saved[key])]
+    before = Path(folder, name, "pytorch_model.bin").read_bytes()
+    snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=2))  # parameters are sharded again
+    with mock.patch.object(torch, "save", fail):
+        error = snapshots.error_of(engine.save_16bit_model, f"{folder}/{name}")
+    assert error.startswith("OSError") == (dist.get_rank() == 0), error
+    dist.barrier()
+    differing += ["the file"] * (Path(folder, name, "pytorch_model.bin").read_bytes() != before)
+    remaining = sorted(path.name for path in Path(folder, name).iterdir())
+    return bool(answer), differing + sorted(saved.keys() - expected.keys()), remaining

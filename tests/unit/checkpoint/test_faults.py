@@ -29,7 +29,7 @@ from tests.harness import snapshots, training
 from tests.harness.kills import Kill
 from tests.harness.kills import run as run_kill
 from tests.harness.logs import logged
-from tests.harness.snapshots import SHARD, after_a_step, error_of
+from tests.harness.snapshots import SHARD, error_of
 from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, placed
 
@@ -86,7 +86,7 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
     """Return the error of each load, the changes that loads made, and differences after a load of intact files."""
     config = {"checkpoint": {"load_universal": universal}}
     job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered, config=config)
-    engine, model = after_a_step(job, name)
+    engine, model = training.make_trained(job, name)
     engine.save_checkpoint(folder, tag="before")
     snapshots.mark(engine, model)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -111,9 +111,7 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
         dist.barrier()
     changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
     engine.load_checkpoint(folder, tag=tag)
-    again = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-    engine.destroy()
-    return messages, changed, again
+    return messages, changed, snapshots.difference(saved, snapshots.snapshot(engine, model, job))
 
 
 # (saved by; loaded by, keys then; what the error says)
@@ -127,34 +125,29 @@ MISFITS: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 def test_differently_sharded_states_are_refused(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(misfits_case, str(tmp_path)):
-        for (saved, loaded, _, reason), (message, changed) in zip(MISFITS, rows, strict=True):
-            assert message.startswith("CheckpointError: rank 0: ") and reason in message, message
-            if saved != loaded:
-                assert f"saved with paro_strategy {hyphenate(saved)} in groups of 2, by 4 ranks" in message, message
-                assert f"loaded with paro_strategy {hyphenate(loaded)} in groups of 2, by 4 ranks" in message, message
-                assert "python -m deepspeed_ext convert" in message
-            assert not changed
+    for (saved, loaded, _, reason), (message, changed) in ranks(4).each(misfits_case, MISFITS, str(tmp_path)):
+        assert message.startswith("CheckpointError: rank 0: ") and reason in message, message
+        if saved != loaded:
+            assert f"saved with paro_strategy {hyphenate(saved)} in groups of 2, by 4 ranks" in message, message
+            assert f"loaded with paro_strategy {hyphenate(loaded)} in groups of 2, by 4 ranks" in message, message
+            assert "python -m deepspeed_ext convert" in message
+        assert not changed
 
 
-def misfits_case(folder: str) -> list[tuple[str, bool]]:
-    """Return the error of each load, of the class that scripts catch with stock, and whether a weight changed."""
-    job, rows = training.Job(empty=False), []
-    for saved, loaded, keys, _ in MISFITS:
-        if not Path(folder, saved).exists():
-            engine, _ = training.make_engine(job, placed(saved))
-            snapshots.run(engine, job, snapshots.steps_of(job, 1))
-            engine.save_checkpoint(f"{folder}/{saved}")
-            engine.destroy()
-        engine, model = training.make_engine(job, placed(loaded, **keys))
-        before, message = training.whole_weights(model), ""
-        try:
-            engine.load_checkpoint(f"{folder}/{saved}")
-        except ZeRORuntimeException as error:
-            message = f"{type(error).__name__}: {error}"
-        rows.append((message, bool((training.whole_weights(model) - before).any())))
+def misfits_case(misfit: tuple[Any, ...], folder: str) -> tuple[str, bool]:
+    """Return the error of a load, of the class that scripts catch with stock, and whether a weight changed."""
+    job, (saved, loaded, keys, _) = training.Job(empty=False), misfit
+    if not Path(folder, saved).exists():
+        engine, _ = training.make_trained(job, saved)
+        engine.save_checkpoint(f"{folder}/{saved}")
         engine.destroy()
-    return rows
+    engine, model = training.make_engine(job, placed(loaded, **keys))
+    before, message = training.whole_weights(model), ""
+    try:
+        engine.load_checkpoint(f"{folder}/{saved}")
+    except ZeRORuntimeException as error:
+        message = f"{type(error).__name__}: {error}"
+    return message, bool((training.whole_weights(model) - before).any())
 
 
 def test_another_model_is_refused(ranks: Any, tmp_path: Path) -> None:
@@ -172,7 +165,7 @@ def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, boo
     rows = []
     for name in ("NIG", "IIG"):
         for sizes in ((13, 37, 7), (13, 38, 7), (13, 37, 31, 7)):
-            engine, model = after_a_step(training.Job(sizes=sizes, empty=False), name)
+            engine, model = training.make_trained(training.Job(sizes=sizes, empty=False), name)
             if sizes == (13, 37, 7):
                 engine.save_checkpoint(f"{folder}/{name}")
             for only in (True, False) if sizes != (13, 37, 7) else ():
@@ -279,7 +272,7 @@ def test_a_save_that_one_rank_cannot_write_changes_nothing(ranks: Any, tmp_path:
 def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
     """Return the error, and differences after a load of the previous checkpoint."""
     job = training.Job(optimizer="Adam", empty=False)
-    engine, model = after_a_step(job, "IIG")
+    engine, model = training.make_trained(job, "IIG")
     engine.save_checkpoint(folder, tag="same")
     saved, write = snapshots.snapshot(engine, model, job), torch.save
 
@@ -294,9 +287,7 @@ def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
         message = error_of(engine.save_checkpoint, folder, tag=tag)
     assert Path(folder, "latest").read_text() == latest
     engine.load_checkpoint(folder)
-    differences = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-    engine.destroy()
-    return message, differences
+    return message, snapshots.difference(saved, snapshots.snapshot(engine, model, job))
 
 
 def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Path) -> None:
@@ -312,13 +303,11 @@ def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Pa
 def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
     """Return the result of a load without a file latest; errors of a save and of a load with another tag on each rank,
     of a load of a tag that does not exist, and of a save to the name of a file."""
-    engine, _ = after_a_step(training.Job(empty=False), "NIG")
+    engine, _ = training.make_trained(training.Job(empty=False), "NIG")
     nothing, own = engine.load_checkpoint(folder), f"of rank {dist.get_rank()}"
     differing = [error_of(act, folder, tag=own) for act in (engine.save_checkpoint, engine.load_checkpoint)]
     missing = error_of(engine.load_checkpoint, folder, tag="some_tag")
-    in_the_way = error_of(engine.save_checkpoint, folder, tag="file")
-    engine.destroy()
-    return nothing, differing, missing, in_the_way
+    return nothing, differing, missing, error_of(engine.save_checkpoint, folder, tag="file")
 
 
 # Kills in a save over the same tag, synchronous or not, and which save is loaded: until the new folder has its name,
@@ -367,11 +356,8 @@ def test_a_save_that_fails_on_one_node_changes_no_disk(ranks: Any, tmp_path: Pat
 
 
 def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[str]]:
-    """Make ``latest`` fail on the second node only, and disks slow while the save is undone.
-
-    Returns:
-        The error, differences after a load of the previous save, and the names on the disk after another save.
-    """
+    """Make ``latest`` fail on the second node only, and disks slow while the save is undone. Return the error,
+    differences after a load of the previous save, and the names on the disk after another save."""
     job = training.Job(optimizer="Adam", empty=False, config=LOCAL)
     engine, model = make_on_nodes(job, name)
     disk = node_dir(folder)
@@ -415,7 +401,6 @@ def not_shared_case(folder: str) -> tuple[str, list[str]]:
     dist.barrier()
     with mock.patch.object(commit, "_POLLS", 1):
         message = error_of(engine.save_checkpoint, disk)
-    engine.destroy()
     return message, sorted(path.name for path in Path(folder, "node0").iterdir())
 
 
@@ -456,14 +441,12 @@ def test_stock_loads_files_that_are_no_zip_archives(ranks: Any, tmp_path: Path, 
 
 
 def stock_case(folder: str, stage: int) -> float:
-    """Return the largest difference after stock DeepSpeed loads its universal checkpoint with this package
-    installed."""
+    """Return the largest difference after stock DeepSpeed loads its universal checkpoint beside this package."""
     job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"checkpoint_serialization": False}})
     weights = []
     for universal in (False, True):
         job.config["checkpoint"]["load_universal"] = universal
-        engine, model = training.make_engine(job, {"stage": stage})
-        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=int(universal)))
+        engine, model = training.make_trained(job, {"stage": stage}, skip=int(universal))
         if universal:
             engine.load_checkpoint(folder)
         else:

@@ -14,7 +14,7 @@ import pytest
 from deepspeed_ext.checkpoint import folder as module
 from deepspeed_ext.checkpoint import owned_folder
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 
 class Killed(BaseException):
@@ -189,15 +189,13 @@ def test_saves_follow_links_and_keep_them(tmp_path: Path) -> None:
     assert read(folder) == {"second"} and names_in(disk) == ["latest", "target", "via"]
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "found, message",
-    [
-        ("file", "/tag must be a folder, or must not exist; it is a file. Remove it, or"),
-        ("link to a file", r"/tag \(a link to .*/other\) must be a folder, .*; it is a file. Remove it"),
-        ("dangling link", r"/tag \(a link to .*/nowhere\) must be a folder.*; it is a link without a target. Remove"),
-        ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is a link without a target. Remove it"),
-        ("mount point", r"/tag \(a link to /proc\) is a mount point, which a rename cannot replace"),
-    ],
+    ("file", "/tag must be a folder, or must not exist; it is a file. Remove it, or"),
+    ("link to a file", r"/tag \(a link to .*/other\) must be a folder, .*; it is a file. Remove it"),
+    ("dangling link", r"/tag \(a link to .*/nowhere\) must be a folder.*; it is a link without a target. Remove"),
+    ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is a link without a target. Remove it"),
+    ("mount point", r"/tag \(a link to /proc\) is a mount point, which a rename cannot replace"),
 )
 def test_paths_that_are_no_folder_are_refused(tmp_path: Path, found: str, message: str) -> None:
     tag, other = tmp_path / "tag", tmp_path / "other"
@@ -256,10 +254,8 @@ def test_a_rename_is_undone_if_its_flush_fails(tmp_path: Path, monkeypatch: pyte
 def test_a_save_killed_at_any_call_leaves_one_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool
 ) -> None:
-    """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save.
-
-    The tag may be a link to another disk.
-    """
+    """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save. The
+    tag may be a link to another disk."""
     calls = 0
     while True:
         if disk:

@@ -29,7 +29,7 @@ from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
 from deepspeed_ext.comm.agreement import broadcast_text
 from tests.harness import logs, memory_saves, snapshots, training
 from tests.harness.logs import logged
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 LOST = [("NIG + LoCo", 1), ("IIG", 0)]
 CROSSING = ("residuals", "layer_", "expp_rank")  # files that each rank has, or that DeepSpeed has one rank write
@@ -65,8 +65,7 @@ def test_half_of_the_ranks_continue_from_memory(ranks: Any, tmp_path: Path) -> N
 def four_ranks_case(base: str) -> None:
     """Take a step, save in memory, and store a snapshot of the states in a file."""
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
-    engine, model = training.make_engine(job, training.placed("IIG"))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine, model = training.make_trained(job, "IIG")
     deepspeed_ext.save_in_memory(engine, f"{base}/saved")
     observed = snapshots.snapshot(engine, model, job)
     if dist.get_rank() == 0:
@@ -190,8 +189,7 @@ def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
 
 
 def spoil(base: str, folder: str, what: str) -> None:
-    """Remove the folders of ranks 1 and 3, which have the same files, of the last save or all saves; or change
-    files."""
+    """Remove the folders of ranks 1 and 3, with the same files, of the last or all saves; or change files."""
     if what in ("torn", "missing"):
         for manifest in Path(base).glob("node*/*/*-[13]/manifest.json"):
             tag = json.loads(json.loads(manifest.read_text())["part"])["save"]["tag"]
@@ -257,8 +255,7 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
 
     config = {"checkpoint": {"async_save": True, "memory_folder": base, "memory_copies": copies}}
     job = training.Job(optimizer="Adam", empty=False, config=config)
-    engine, _ = training.make_engine(job, training.placed("NGG", 1))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine, _ = training.make_trained(job, training.placed("NGG", 1))
     in_memory._warn_once.cache_clear()
     with mock.patch.object(in_memory, "all_gather_rows", gathered), logs.logged() as lines:
         deepspeed_ext.save_in_memory(engine, f"{base}/saved")
@@ -360,26 +357,24 @@ def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[s
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     "groups, files, room",
-    [
-        ("0::/", {}, 9),
-        ("0::/a/b", {"a/b/memory.max": "max", "a/b/memory.current": 8 * GIB}, 9),
-        ("0::/a/b", {"a/memory.max": 4 * GIB, "a/memory.current": 3 * GIB}, 1),
-        ("0::/", {"memory.max": 4 * GIB, "memory.current": 5 * GIB}, 0),
-        ("0::/", {"memory.max": 6 * GIB, "memory.current": 5 * GIB, "memory.stat": f"inactive_file {2 * GIB}"}, 3),
-        ("3:cpu:/\n4:memory:/host/x", {"memory/memory.limit_in_bytes": 8 * GIB}, 9),  # what is in use is not known
-        (
-            "4:cpu,memory:/host/x\n0::/",
-            {
-                "memory/memory.limit_in_bytes": 8 * GIB,
-                "memory/memory.usage_in_bytes": 7 * GIB,
-                "memory/memory.stat": f"cache 7\ntotal_active_file {GIB}\ntotal_inactive_file {GIB}",
-                "memory/host/x/memory.limit_in_bytes": 2**63 - 4096,
-            },
-            3,
-        ),
-    ],
+    ("0::/", {}, 9),
+    ("0::/a/b", {"a/b/memory.max": "max", "a/b/memory.current": 8 * GIB}, 9),
+    ("0::/a/b", {"a/memory.max": 4 * GIB, "a/memory.current": 3 * GIB}, 1),
+    ("0::/", {"memory.max": 4 * GIB, "memory.current": 5 * GIB}, 0),
+    ("0::/", {"memory.max": 6 * GIB, "memory.current": 5 * GIB, "memory.stat": f"inactive_file {2 * GIB}"}, 3),
+    ("3:cpu:/\n4:memory:/host/x", {"memory/memory.limit_in_bytes": 8 * GIB}, 9),  # what is in use is not known
+    (
+        "4:cpu,memory:/host/x\n0::/",
+        {
+            "memory/memory.limit_in_bytes": 8 * GIB,
+            "memory/memory.usage_in_bytes": 7 * GIB,
+            "memory/memory.stat": f"cache 7\ntotal_active_file {GIB}\ntotal_inactive_file {GIB}",
+            "memory/host/x/memory.limit_in_bytes": 2**63 - 4096,
+        },
+        3,
+    ),
 )
 def test_free_bytes_respect_memory_and_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, Any], room: int

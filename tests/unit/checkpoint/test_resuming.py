@@ -15,66 +15,58 @@ from torch import nn
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import snapshots, training
 from tests.harness.snapshots import error_of, job_of
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ALL = (*REPLICATED, *PARTITIONED)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "optimizer, dtype, names, zero",
-    [
-        ("Adam", "fp16", ("NIG", "III"), {}),
-        ("Muon", "fp32", ("NIG",), {}),
-        ("Muon", "fp16", ("GNG",), OFFLOAD),
-        *deep(*(("Adam", dtype, ALL, {}) for dtype in ("fp32", "bf16", "fp16"))),
-        *deep(("Muon", "fp32", ("NNN", "NII", "III", "IIG", "GNG"), {}), ("Muon", "fp16", ("NII",), OFFLOAD)),
-        *deep(("Muon", "bf16", ("NII", "IIG"), {}), ("Muon", "fp16", ("NIG", "III"), {})),
-    ],
-    ids=by_strategies,
+    ("Adam", "fp16", ("NIG", "III"), {}),
+    ("Muon", "fp32", ("NIG",), {}),
+    ("Muon", "fp16", ("GNG",), OFFLOAD),
+    *deep(*(("Adam", dtype, ALL, {}) for dtype in ("fp32", "bf16", "fp16"))),
+    *deep(("Muon", "fp32", ("NNN", "NII", "III", "IIG", "GNG"), {}), ("Muon", "fp16", ("NII",), OFFLOAD)),
+    *deep(("Muon", "bf16", ("NII", "IIG"), {}), ("Muon", "fp16", ("NIG", "III"), {})),
 )
 def test_a_resumed_run_matches_the_uninterrupted_run(
     ranks: Any, tmp_path: Path, optimizer: str, dtype: str, names: tuple[str, ...], zero: dict[str, Any]
 ) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), optimizer, dtype, names, zero):
-        for name, *results in rows:
-            assert results == [{}, {}, 0.0], (name, results)
+    for name, results in ranks(4).each(resume_case, names, str(tmp_path), optimizer, dtype, zero):
+        assert results == [{}, {}, 0.0], (name, results)
 
 
 def resume_case(
+    name: str,
     folder: str,
     optimizer: str,
     dtype: str,
-    names: tuple[str, ...],
     zero: dict[str, Any] | None = None,
     convert: bool = False,
     lanes: int = 1,
     **config: Any,
-) -> list[list[Any]]:
+) -> list[Any]:
     """Return differences after a load and after further steps, the distance of zero_to_fp32's weights from the
     optimizer's, and differences after a load of the universal checkpoint."""
     job = dataclasses.replace(job_of(dtype, zero, optimizer, **config), tensor_parallel=lanes)
     universal = {**config.get("checkpoint", {}), "load_universal": True}
     universal = dataclasses.replace(job, config={**job.config, "checkpoint": universal})
-    rows: list[list[Any]] = []
-    for name in names:
-        keys, location = placed(name, 2 // lanes), f"{folder}/{name}"
-        saved, loaded, resumed = snapshots.resume(location, job, keys, 3, 5)
-        rows.append([name, loaded, resumed])
-        if lanes > 1:
-            continue
-        dist.barrier()
-        if config.get("checkpoint", {}).get("checkpoint_serialization", True):
-            rows[-1].append(gap_of_exported(location, saved))
-        assert dtype != "fp16" or saved["loss scale"] < 256
-        if convert:
-            snapshots.convert(location)
-            engine, model = training.make_engine(universal, keys)
-            engine.load_checkpoint(location)
-            rows[-1].append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
-            engine.destroy()
-    return rows
+    keys, location = placed(name, 2 // lanes), f"{folder}/{name}"
+    saved, *results = snapshots.resume(location, job, keys, 3, 5)
+    if lanes > 1:
+        return results
+    dist.barrier()
+    if config.get("checkpoint", {}).get("checkpoint_serialization", True):
+        results.append(gap_of_exported(location, saved))
+    assert dtype != "fp16" or saved["loss scale"] < 256
+    if convert:
+        snapshots.convert(location)
+        engine, model = training.make_engine(universal, keys)
+        engine.load_checkpoint(location)
+        results.append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
+    return results
 
 
 def gap_of_exported(folder: str, saved: dict[str, torch.Tensor]) -> float:
@@ -106,7 +98,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("names, zero, optimizer, dtype, starts", ROWS, ids=by_strategies)
+@with_cases("names, zero, optimizer, dtype, starts", *ROWS)
 def test_runs_resume_from_any_step(
     ranks: Any, kernels: bool, tmp_path: Path, names: Any, zero: Any, optimizer: str, dtype: str, starts: Any
 ) -> None:
@@ -145,18 +137,15 @@ EXCEPTIONS: dict[str, list[Any]] = {"tensor parallel": [{}, {}], "not zip": [{},
 LATER = ("fp32 accumulation", "not zip", "round robin", "persistent parameters")  # in the deep tier
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "variant, names",
-    [
-        *((one, VARIANTS[one][0]) for one in VARIANTS if one not in LATER),
-        *deep(*((one, ("NIG", "IIG", "III")) for one in VARIANTS)),
-    ],
-    ids=by_strategies,
+    *((one, VARIANTS[one][0]) for one in VARIANTS if one not in LATER),
+    *deep(*((one, ("NIG", "IIG", "III")) for one in VARIANTS)),
 )
 def test_variants_resume_and_convert(ranks: Any, tmp_path: Path, variant: str, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), "Adam", "bf16", names, convert=True, **VARIANTS[variant][1]):
-        for name, *results in rows:
-            assert results == EXCEPTIONS.get(variant, [{}, {}, 0.0, {}]), (name, results)
+    case = {"convert": True, **VARIANTS[variant][1]}
+    for name, results in ranks(4).each(resume_case, names, str(tmp_path), "Adam", "bf16", **case):
+        assert results == EXCEPTIONS.get(variant, [{}, {}, 0.0, {}]), (name, results)
 
 
 PARTS = [
@@ -169,9 +158,8 @@ PARTS = [
 
 @pytest.mark.parametrize("stock, name", [("3", "IIG"), *deep(("2", "NIG"), ("2", "NNG"), ("3", "GGG"))])
 def test_partial_loads_match_deepspeed(ranks: Any, tmp_path: Path, stock: str, name: str) -> None:
-    for rows in ranks(4).run(parts_case, str(tmp_path), stock, name):
-        for part, from_fp32, results in rows:
-            assert results == {}, (part, from_fp32, results)
+    for part, from_fp32, results in ranks(4).rows(parts_case, str(tmp_path), stock, name):
+        assert results == {}, (part, from_fp32, results)
 
 
 def parts_case(folder: str, stock: str, name: str) -> list[tuple[Any, bool, dict[str, float]]]:
@@ -222,80 +210,66 @@ class Growing(nn.Linear):
 
 
 def test_options_of_saves_and_loads_match_deepspeed(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(2).run(own_way_case, str(tmp_path)):
-        assert rows == [(name, [], [], True, "KeyError") for name in ("NIG", "IIG")]
+    for name, row in ranks(2).each(own_way_case, ("NIG", "IIG"), str(tmp_path)):
+        assert row == ([], [], True, "KeyError"), (name, row)
 
 
-def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str]]:
+def own_way_case(name: str, folder: str) -> tuple[list[str], list[str], bool, str]:
     """Use SGD, no frozen parameters, a custom load function, a module whose state changes its shape, and another tag.
-
-    Returns:
-        Differences after a non-strict load of a checkpoint without frozen parameters, and after a load of weights of a
-        tag that is not the latest; names that the custom function did not receive; whether extra state of another
-        length is accepted; the error of a reserved key in client_state.
-    """
+    Return differences after a non-strict load of a checkpoint without frozen parameters, and after a load of weights
+    of a tag that is not the latest; names that the custom function did not receive; whether extra state of another
+    length is accepted; the error of a reserved key in client_state."""
     job = dataclasses.replace(job_of(), optimizer="SGD", config={})
-    rows = []
-    for name in ("NIG", "IIG"):
-        engine, model = training.make_engine(job, placed(name))
-        snapshots.mark(engine, model)
-        snapshots.run(engine, job, snapshots.steps_of(job, 2))
-        own = {"epoch": 1}
-        engine.save_checkpoint(f"{folder}/{name}", 7, own, exclude_frozen_parameters=True)
-        assert own == {"epoch": 1} and Path(folder, name, "7").is_dir()
-        saved = snapshots.snapshot(engine, model, job)
-        snapshots.run(engine, job, snapshots.steps_of(job, 1))
-        engine.load_checkpoint(f"{folder}/{name}", load_module_strict=False)
-        differences = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-        snapshots.run(engine, job, snapshots.steps_of(job, 1))
-        engine.save_checkpoint(f"{folder}/{name}", "later", save_latest=True)
-        engine.load_checkpoint(f"{folder}/{name}", "7", load_module_strict=False, load_module_only=True)
-        of_tag = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-        differences |= {key: gap for key, gap in of_tag.items() if key.endswith(" model")}
-        seen: list[str] = []
-        engine.load_checkpoint(f"{folder}/{name}", custom_load_fn=lambda src, dst, seen=seen: seen.extend(src))
-        unseen = {"layers.0.weight", "seen"} - set(seen)
-        model.layers[0].__class__ = Growing
-        engine.save_checkpoint(f"{folder}/{name}", "extra", save_latest=False)
-        accepted = engine.load_checkpoint(f"{folder}/{name}", "extra")[0] is not None
-        message = error_of(engine.save_checkpoint, f"{folder}/{name}", client_state={"paro": "mine"})
-        raised = message.split(":")[0]
-        assert Path(folder, name, "latest").read_text() == "later"
-        engine.destroy()
-        rows.append((name, sorted(differences), sorted(unseen), accepted, raised))
-    return rows
+    engine, model = training.make_engine(job, placed(name))
+    snapshots.mark(engine, model)
+    snapshots.run(engine, job, snapshots.steps_of(job, 2))
+    own = {"epoch": 1}
+    engine.save_checkpoint(f"{folder}/{name}", 7, own, exclude_frozen_parameters=True)
+    assert own == {"epoch": 1} and Path(folder, name, "7").is_dir()
+    saved = snapshots.snapshot(engine, model, job)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine.load_checkpoint(f"{folder}/{name}", load_module_strict=False)
+    differences = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine.save_checkpoint(f"{folder}/{name}", "later", save_latest=True)
+    engine.load_checkpoint(f"{folder}/{name}", "7", load_module_strict=False, load_module_only=True)
+    of_tag = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+    differences |= {key: gap for key, gap in of_tag.items() if key.endswith(" model")}
+    seen: list[str] = []
+    engine.load_checkpoint(f"{folder}/{name}", custom_load_fn=lambda src, dst, seen=seen: seen.extend(src))
+    unseen = {"layers.0.weight", "seen"} - set(seen)
+    model.layers[0].__class__ = Growing
+    engine.save_checkpoint(f"{folder}/{name}", "extra", save_latest=False)
+    accepted = engine.load_checkpoint(f"{folder}/{name}", "extra")[0] is not None
+    message = error_of(engine.save_checkpoint, f"{folder}/{name}", client_state={"paro": "mine"})
+    raised = message.split(":")[0]
+    assert Path(folder, name, "latest").read_text() == "later"
+    return sorted(differences), sorted(unseen), accepted, raised
 
 
-@pytest.mark.parametrize("names", [("NNN", "NIG", "III"), *deep((ALL,))], ids=by_strategies)
+@with_cases("names", ("NNN", "NIG", "III"), *deep((ALL,)))
 def test_each_state_is_written_once(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(bytes_case, str(tmp_path), names):
-        for name, files, written, received, due in rows:
-            cut = {"N": 1, "I": 2, "G": 4}[name[2]]
-            assert files == cut, (name, files)
-            assert due <= written * cut <= 1.02 * due + 20_000 * cut, (name, written, due)
-            # Nobody gathers states: what may move is a slice of the parameters, or, into ZeRO's order, a shard.
-            assert received <= (0.4 / 4 if name[0] != "N" else 1 / cut) * due, (name, received, due)
+    for name, (files, written, received, due) in ranks(4).each(bytes_case, names, str(tmp_path)):
+        cut = {"N": 1, "I": 2, "G": 4}[name[2]]
+        assert files == cut, (name, files)
+        assert due <= written * cut <= 1.02 * due + 20_000 * cut, (name, written, due)
+        # Nobody gathers states: what may move is a slice of the parameters, or, into ZeRO's order, a shard.
+        assert received <= (0.4 / 4 if name[0] != "N" else 1 / cut) * due, (name, received, due)
 
 
-def bytes_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, int, int, int, int]]:
+def bytes_case(name: str, folder: str) -> tuple[int, int, int, int]:
     """Files of optimizer states, bytes of the largest, bytes received during the save, bytes of all states."""
     job = training.Job(sizes=(256, 512, 256), optimizer="Adam", empty=False)
-    rows = []
-    for name in names:
-        engine, model = training.make_engine(job, placed(name))
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
-        if name[0] != "N":
-            engine.optimizer.drain_parameters()  # of the step
-        meter = TrafficMeter()
-        dist.barrier()
-        meter.start()
-        dist.barrier()
-        engine.save_checkpoint(f"{folder}/{name}")
-        meter.stop()
-        traffic = meter.split(2)
-        sizes = [path.stat().st_size for path in Path(folder, name).glob("*/*_optim_states.pt")]
-        due = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-        rows.append((name, len(sizes), max(sizes), int(traffic.intra_mean + traffic.inter_mean), due))
-        engine.destroy()
-    return rows
+    engine, model = training.make_trained(job, name)
+    if name[0] != "N":
+        engine.optimizer.drain_parameters()  # of the step
+    meter = TrafficMeter()
+    dist.barrier()
+    meter.start()
+    dist.barrier()
+    engine.save_checkpoint(f"{folder}/{name}")
+    meter.stop()
+    traffic = meter.split(2)
+    sizes = [path.stat().st_size for path in Path(folder, name).glob("*/*_optim_states.pt")]
+    due = 12 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    return len(sizes), max(sizes), int(traffic.intra_mean + traffic.inter_mean), due

@@ -51,8 +51,7 @@ def job_of(**config: Any) -> training.Job:
 
 def save(folder: str, job: training.Job, name: str) -> dict[str, torch.Tensor]:
     """Train and save; return the saved states. Collective."""
-    engine, model = training.make_engine(job, training.placed(name))
-    snapshots.run(engine, job, snapshots.steps_of(job, 2))
+    engine, model = training.make_trained(job, name, 2)
     assert any(buffer.striped for buffer in engine.optimizer.buffers)
     engine.save_checkpoint(folder, "tag")
     saved = snapshots.snapshot(engine, model, job)
@@ -65,8 +64,7 @@ def save(folder: str, job: training.Job, name: str) -> dict[str, torch.Tensor]:
 def load(folder: str, name: str, group: int, zero: Mapping[str, Any], **how: Any) -> tuple[str, dict[str, Any], Any]:
     """Load into a strategy or stage; return the error, the changes of the load, and the states after it."""
     job = job_of(**({"checkpoint": {"load_universal": True}} if "universal" in folder else {}))
-    engine, model = training.make_engine(job, training.placed(name, group, **zero))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=5))
+    engine, model = training.make_trained(job, training.placed(name, group, **zero), skip=5)
     before = snapshots.snapshot(engine, model, job)
     tag = "tag_universal" if "universal" in folder else "tag"
     error = snapshots.error_of(engine.load_checkpoint, folder.removesuffix("universal"), tag, **how)

@@ -15,6 +15,7 @@ import pytest
 from deepspeed_ext import __main__
 from deepspeed_ext.tools.compare import cli as command
 from scripts.emulation.launching import environment, free_port
+from tests.harness.tiers import with_cases
 
 SCRIPT = """
 import argparse, json
@@ -120,18 +121,16 @@ def test_stock_launchers(compare: Any, capfd: pytest.CaptureFixture[str], launch
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     ("script", "expected"),
-    [
-        ("print('Good' + 'bye'); raise SystemExit(3)", "Goodbye\n\nexit status 3"),
-        ("print('Good' + 'bye')", "Goodbye\n\nthe script ended without a report in "),
-        (
-            "import json, os, base64\n"
-            "turn = json.loads(base64.urlsafe_b64decode(os.environ['DEEPSPEED_EXT_COMPARE']))\n"
-            "open(turn['report'], 'w').write('{\"unfinished\": 5}')",
-            "the script ended after 5 optimizer steps, expected --warm-up + --steps = 13.",
-        ),
-    ],
+    ("print('Good' + 'bye'); raise SystemExit(3)", "Goodbye\n\nexit status 3"),
+    ("print('Good' + 'bye')", "Goodbye\n\nthe script ended without a report in "),
+    (
+        "import json, os, base64\n"
+        "turn = json.loads(base64.urlsafe_b64decode(os.environ['DEEPSPEED_EXT_COMPARE']))\n"
+        "open(turn['report'], 'w').write('{\"unfinished\": 5}')",
+        "the script ended after 5 optimizer steps, expected --warm-up + --steps = 13.",
+    ),
 )
 def test_a_script_that_fails(compare: Any, folder: Path, capsys: Any, script: str, expected: str) -> None:
     (folder / "fails.py").write_text(script)
@@ -180,24 +179,22 @@ def test_turns_replaced_keys_and_orders(compare: Any, folder: Path, monkeypatch:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     ("words", "expected"),
-    [
-        ("a.json -- train.py", "expected two configurations or more, got 1"),
-        ("a.json nig.json", "expected the script after --, such as -- train.py"),
-        ("a.json nig.json -- -m", "expected the script after --"),
-        ("a.json nig.json -- none.py", "there is no script none.py"),
-        ("a.json none.json -- train.py", "the configuration none.json cannot be read: No such file"),
-        ("a.json train.py -- train.py", "the configuration train.py is not valid JSON: "),
-        ("a.json list.json -- train.py", "list.json must be a dictionary, got list"),
-        ("a.json auto.json -- train.py", 'auto.json has a value "auto", which a framework replaces'),
-        ("a.json early.json -- train.py", "early.json has tensor_parallel, which DeepSpeed reads before"),
-        ("a.json nig.json --hostfile none -- train.py", "there is no --hostfile none"),
-        ("a.json nig.json --launch srun --ranks 2 -- train.py", "--launch replaces the launcher; remove --ranks."),
-        ("a.json nig.json --launcher torchrun --hostfile a.json -- train.py", "with torchrun use --launch on each"),
-        ("a.json nig.json --steps 0 -- train.py", "must be above 0, got 0"),
-        ("a.json nig.json --folder a.json -- train.py", "cannot be created"),
-    ],
+    ("a.json -- train.py", "expected two configurations or more, got 1"),
+    ("a.json nig.json", "expected the script after --, such as -- train.py"),
+    ("a.json nig.json -- -m", "expected the script after --"),
+    ("a.json nig.json -- none.py", "there is no script none.py"),
+    ("a.json none.json -- train.py", "the configuration none.json cannot be read: No such file"),
+    ("a.json train.py -- train.py", "the configuration train.py is not valid JSON: "),
+    ("a.json list.json -- train.py", "list.json must be a dictionary, got list"),
+    ("a.json auto.json -- train.py", 'auto.json has a value "auto", which a framework replaces'),
+    ("a.json early.json -- train.py", "early.json has tensor_parallel, which DeepSpeed reads before"),
+    ("a.json nig.json --hostfile none -- train.py", "there is no --hostfile none"),
+    ("a.json nig.json --launch srun --ranks 2 -- train.py", "--launch replaces the launcher; remove --ranks."),
+    ("a.json nig.json --launcher torchrun --hostfile a.json -- train.py", "with torchrun use --launch on each"),
+    ("a.json nig.json --steps 0 -- train.py", "must be above 0, got 0"),
+    ("a.json nig.json --folder a.json -- train.py", "cannot be created"),
 )
 def test_what_cannot_run_is_refused(
     compare: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, expected: str

@@ -15,6 +15,7 @@ from deepspeed_ext import __main__
 from deepspeed_ext.strategy import plain_name
 from tests.harness import reports
 from tests.harness.documents import page
+from tests.harness.tiers import with_cases
 
 LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
 NODES = ["--nodes", "4", "--ranks-per-node", "8"]
@@ -245,16 +246,14 @@ def test_a_recorded_script_elsewhere(plan: Plan, report: Path) -> None:
     assert {row["gradient_bits"] for row in written["rows"]} == {None, 8, 4}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "words, change, message",
-    [
-        ("--muon", {}, "--muon cannot be combined with --from: only --nodes, "),
-        ("--dtype bf16", {}, "--dtype cannot be combined with --from"),
-        ("", {"planner": None}, "no inputs for the planner: .* Record again"),
-        ("", {"planner": {}}, "'planner' in the report is from another version .* Record again"),
-        ("", {"parts": 3}, "expected the report.json of paro_report"),
-        ("--nodes 2", {"planner": reports.planner_input(ranks=2).as_dict()}, "give --inter-gbps"),
-    ],
+    ("--muon", {}, "--muon cannot be combined with --from: only --nodes, "),
+    ("--dtype bf16", {}, "--dtype cannot be combined with --from"),
+    ("", {"planner": None}, "no inputs for the planner: .* Record again"),
+    ("", {"planner": {}}, "'planner' in the report is from another version .* Record again"),
+    ("", {"parts": 3}, "expected the report.json of paro_report"),
+    ("--nodes 2", {"planner": reports.planner_input(ranks=2).as_dict()}, "give --inter-gbps"),
 )
 def test_reports_that_cannot_be_used(
     refused: Plan, report: Path, words: str, change: dict[str, Any], message: str

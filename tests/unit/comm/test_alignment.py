@@ -45,11 +45,8 @@ def test_message_parts_start_at_multiples_of_16_bytes(ranks: Any, names: tuple[s
 
 
 def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
-    """Train two groups of three ranks as with NCCL.
-
-    Returns:
-        by strategy and collective, the offsets of the parts in their allocations: bytes modulo 16.
-    """
+    """Train two groups of three ranks as with NCCL; return by strategy and collective the offsets of the parts in
+    their allocations: bytes modulo 16."""
     offsets: dict[str, dict[str, set[int]]] = {}
     start = collectives.Collectives.start
 

@@ -18,7 +18,7 @@ from deepspeed_ext.comm import worker_thread
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from tests.campaigns.endings import Case, Ended, served
-from tests.harness import training
+from tests.harness import snapshots, training
 from tests.harness.tiers import deep
 
 LATE = 0.5  # seconds; the other rank has ended by then
@@ -90,8 +90,7 @@ def test_signal_ends_all_ranks(ends: dict[str, Ended]) -> None:
 
 
 def given_up_case() -> tuple[float, str, int]:
-    """Exit after an error while the other rank does not join a reduction. Return the seconds, the error of the
-    reduction, and the number of running threads."""
+    """Exit after an error while the other rank joins no reduction; return seconds, its error, and running threads."""
     group = dist.new_group([0, 1])
     queue, failure = TransferQueue(overlap=True, on_thread=True), "none"
     if dist.get_rank() == 0:
@@ -100,10 +99,7 @@ def given_up_case() -> tuple[float, str, int]:
         begin = time.monotonic()
         assert worker_thread.complete_before_exit(after_an_error=True) is None  # gradients are owed to nobody
         seconds = time.monotonic() - begin
-        try:
-            started.wait()
-        except RuntimeError as error:
-            failure = str(error)
+        failure = snapshots.error_of(started.wait)
     else:
         seconds = 0.0
     running = len(worker_thread.running_workers())
@@ -114,7 +110,8 @@ def given_up_case() -> tuple[float, str, int]:
 def test_reductions_are_dropped_after_an_error(ranks: Any) -> None:
     (seconds, failure, running), _ = ranks(2).run(given_up_case)
     assert seconds < 3 and running == 0
-    assert "closure" in failure  # of the connections that the thread waited on
+    # Of the connections that the thread waited on.
+    assert failure.startswith("RuntimeError: ") and "closure" in failure
 
 
 def finalizer_case() -> tuple[bool, bool]:
@@ -140,8 +137,7 @@ def test_multiprocessing_child_completes_updates_at_exit(ranks: Any) -> None:
 
 
 def wait_case() -> tuple[int, int]:
-    """Return the number of unfinished transfers of IIG before and after ``wait_for_updates``; the other group steps
-    late."""
+    """Return the unfinished transfers of IIG before and after ``wait_for_updates``; the other group steps late."""
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **training.SMALL))
     x, y = next(training.batches(job))

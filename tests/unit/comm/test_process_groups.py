@@ -26,6 +26,7 @@ from deepspeed_ext.comm.process_groups import (
 )
 from deepspeed_ext.strategy import Placement
 from tests.harness.logs import logged
+from tests.harness.tiers import with_cases
 
 
 def test_launcher_variables() -> None:
@@ -55,22 +56,20 @@ def test_ranks_of_groups() -> None:
     assert [inter_ranks(ranks, 2, r) for r in (0, 3)] == [[10, 12, 14], [11, 13, 15]]
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "hosts, size, spread",
-    [
-        ("aabb", 2, ""),
-        ("abab", 2, "2 of 2 groups of 2 ranks span more hosts than the 1 "),
-        ("aaabbb", 1, ""),
-        ("aabbba", 2, ""),  # hosts of three ranks hold no groups of two
-        ("aaabbabb", 4, "2 of 2 groups of 4 ranks span more hosts than the 1 "),
-        ("aaaabb", 2, ""),
-        ("aaabab", 2, "2 of 3 groups of 2 ranks"),
-        ("aabbccdd", 4, ""),  # larger than a host, as configured
-        ("abcdabcd", 4, "2 of 2 groups of 4 ranks span more hosts than the 2 "),
-        ("abcdabcd", 8, ""),
-        ("abcd", 2, ""),  # a container for each rank
-        ("abcdeabcde", 2, "5 of 5 groups"),
-    ],
+    ("aabb", 2, ""),
+    ("abab", 2, "2 of 2 groups of 2 ranks span more hosts than the 1 "),
+    ("aaabbb", 1, ""),
+    ("aabbba", 2, ""),  # hosts of three ranks hold no groups of two
+    ("aaabbabb", 4, "2 of 2 groups of 4 ranks span more hosts than the 1 "),
+    ("aaaabb", 2, ""),
+    ("aaabab", 2, "2 of 3 groups of 2 ranks"),
+    ("aabbccdd", 4, ""),  # larger than a host, as configured
+    ("abcdabcd", 4, "2 of 2 groups of 4 ranks span more hosts than the 2 "),
+    ("abcdabcd", 8, ""),
+    ("abcd", 2, ""),  # a container for each rank
+    ("abcdeabcde", 2, "5 of 5 groups"),
 )
 def test_warning_if_groups_span_too_many_hosts(hosts: str, size: int, spread: str) -> None:
     ranks = range(10, 10 + 2 * len(hosts), 2)
@@ -108,8 +107,7 @@ def test_groups_are_created_once_per_data_parallel_group(ranks: Any) -> None:
 
 
 def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]], dict[str, list[int] | None]]:
-    """Return the ranks of this rank's groups, whether a second call returns the same groups, and ranks with the same
-    shard by placement."""
+    """Return this rank's groups, whether a second call returns the same, and ranks with one shard by placement."""
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
     for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):
@@ -166,13 +164,11 @@ def timeout_case() -> list[float]:
     return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "sizes, message",
-    [
-        ("1122", r"sizes.*\[1, 2\].*Start the same number of ranks on every node, or set .*a divisor of 4"),
-        ("    ", "LOCAL_WORLD_SIZE, LOCAL_SIZE is"),
-        ("444422", "Set zero_optimization.paro_group_size to 2, the largest size with which no group spans two nodes"),
-    ],
+    ("1122", r"sizes.*\[1, 2\].*Start the same number of ranks on every node, or set .*a divisor of 4"),
+    ("    ", "LOCAL_WORLD_SIZE, LOCAL_SIZE is"),
+    ("444422", "Set zero_optimization.paro_group_size to 2, the largest size with which no group spans two nodes"),
 )
 def test_different_node_sizes_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
     errors = ranks(len(sizes)).run_expect_error(nodes_case, sizes)

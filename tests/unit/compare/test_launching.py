@@ -16,6 +16,7 @@ import pytest
 from deepspeed_ext.tools.compare import launching
 from deepspeed_ext.tools.compare.launching import Launcher, RunFailed, environment, run
 from deepspeed_ext.tools.compare.run_spec import VARIABLE, RunSpec
+from tests.harness.tiers import with_cases
 
 TURN = RunSpec(10, 3, "/folder/1-A.json", {"zero_optimization": {"stage": 3}})
 CONFIG = Path("/configs/a.json")
@@ -75,12 +76,10 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     "shell, seconds, why",
-    [
-        ("setsid sh -c 'trap : TERM; {child}' & {wait}", 2, "not finished after 2 s"),
-        ("setsid sh -c '{child}' & sleep 1; exit 7", 60, "exit status 7"),
-    ],
+    ("setsid sh -c 'trap : TERM; {child}' & {wait}", 2, "not finished after 2 s"),
+    ("setsid sh -c '{child}' & sleep 1; exit 7", 60, "exit status 7"),
     ids=["time-out", "failure"],
 )
 def test_a_launch_that_does_not_end_well_leaves_no_process(

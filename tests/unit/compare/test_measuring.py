@@ -21,7 +21,7 @@ from deepspeed_ext.tools.compare.measuring import Measurement
 from deepspeed_ext.tools.compare.run_spec import UNFINISHED, VARIABLE, RunSpec, current_run_spec
 from tests.harness import training
 from tests.harness.pipelines import Pipe, train_pipeline
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import Job, configuration, make_engine
 
 STEPS, WARM_UP = 3, 2
@@ -90,14 +90,11 @@ def two_engines_case(report: str) -> int:
             training.micro_step(other, Job(), 0, *next(data))  # of the one that steps later
         while True:
             for engine in (first, other):
-                training.micro_step(engine, Job(), 0, *next(data))
-                engine.step()
+                training.step(engine, Job(), 0, data)
     return int(other.global_steps)
 
 
-@pytest.mark.parametrize(
-    ("zero", "name"), [({"paro_strategy": "NIG", "paro_group_size": 1}, "NIG"), *deep(({"stage": 3}, "ZeRO-3"))]
-)
+@with_cases(("zero", "name"), ({"paro_strategy": "NIG", "paro_group_size": 1}, "NIG"), *deep(({"stage": 3}, "ZeRO-3")))
 def test_steps_losses_and_memory_of_a_script(ranks: Any, tmp_path: Path, zero: dict[str, Any], name: str) -> None:
     path = tmp_path / "report.json"
     (first, status), (second, other_status) = ranks(2).run(train_case, str(path), zero, accumulation=2, empty=False)

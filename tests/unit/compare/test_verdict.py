@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.tools.compare.verdict import Comparison, ConfigRuns, compare, loss_difference, ratio, table
+from tests.harness.tiers import with_cases
 
 pytestmark = pytest.mark.quick
 
@@ -95,13 +96,11 @@ def test_losses_that_differ_are_a_problem() -> None:
     assert found(report(1.0, dtype="float64")).bound == 2e-2  # as of a dtype that is not known
 
 
-@pytest.mark.parametrize(
+@with_cases(
     ("other", "problem"),
-    [
-        (report(1.0, [None, None, None]), "B passed no losses to engine.backward"),
-        (report(1.0, samples=64), "a step of A has 32 samples, one of B 64"),
-        (report(1.0, [1.0, math.nan, 0.25]), "the largest relative difference is inf"),
-    ],
+    (report(1.0, [None, None, None]), "B passed no losses to engine.backward"),
+    (report(1.0, samples=64), "a step of A has 32 samples, one of B 64"),
+    (report(1.0, [1.0, math.nan, 0.25]), "the largest relative difference is inf"),
 )
 def test_losses_that_cannot_be_compared_do_not_agree(other: dict[str, Any], problem: str) -> None:
     comparison = found(other)

@@ -17,7 +17,7 @@ from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
 from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from tests.harness import training
 from tests.harness.config_sections import CPU, GGG, IIG, III, NIG, NVME, config
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 pytestmark = pytest.mark.quick
 
@@ -304,42 +304,38 @@ REFUSED = {
 }
 
 
-def errors_case(rows: list[Row], how: str) -> list[str]:
-    """Return the errors with which DeepSpeed refuses configurations, with every collective forbidden."""
+def error_case(row: Row, how: str) -> str:
+    """Return the error with which DeepSpeed refuses a configuration, with every collective forbidden."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was communicated")
 
     collectives = ("all_reduce", "broadcast", "all_gather", "barrier", "all_gather_into_tensor", "new_group")
-    errors = []
-    for zero, extra, _ in rows:
-        settings = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
-        settings |= {**config(**zero), **extra}
-        with mock.patch.multiple(dist, **dict.fromkeys(collectives, refuse)):
-            try:
-                with deepspeed.zero.Init(config_dict_or_path=settings, enabled=how == "zero.Init"):
-                    model = torch.nn.Linear(3, 3)
-                deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
-                errors.append("nothing")
-            except Exception as error:
-                errors.append(f"{type(error).__name__}: {error}")
-    return errors
+    zero, extra, _ = row
+    settings = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    settings |= {**config(**zero), **extra}
+    with mock.patch.multiple(dist, **dict.fromkeys(collectives, refuse)):
+        try:
+            with deepspeed.zero.Init(config_dict_or_path=settings, enabled=how == "zero.Init"):
+                model = torch.nn.Linear(3, 3)
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "how, kind",
-    [
-        *(("initialize", kind) for kind in REFUSED),
-        ("zero.Init", "strategy"),
-        *deep(*(("zero.Init", kind) for kind in REFUSED if kind != "strategy")),
-    ],
+    *(("initialize", kind) for kind in REFUSED),
+    ("zero.Init", "strategy"),
+    *deep(*(("zero.Init", kind) for kind in REFUSED if kind != "strategy")),
 )
 def test_refused_alike_before_any_communication(ranks: Any, how: str, kind: str) -> None:
-    first, *others = ranks(4).run(errors_case, REFUSED[kind], how)
-    assert all(one == first for one in others), (first, others)
-    refused = [re.fullmatch(r"(?:ValueError|DeepSpeedConfigError): (.+)", error) for error in first]
-    rows = zip(REFUSED[kind], first, refused, strict=True)
-    wrong = [(row, error) for row, error, found in rows if not (found and re.search(row[2], found[1]))]
+    answers = ranks(4).each(error_case, REFUSED[kind], how)
+    assert answers == answers[: len(REFUSED[kind])] * 4
+    prefix = "(?:ValueError|DeepSpeedConfigError): "
+    refused = [(row, error, re.fullmatch(f"{prefix}(.+)", error)) for row, error in answers]
+    wrong = [(row, error) for row, error, found in refused if not (found and re.search(row[2], found[1]))]
     assert not wrong, wrong
 
 

@@ -29,11 +29,8 @@ GROUP_SIZE = "paro_group_size"
 
 
 def parsed(sections: list[dict[str, Any]], form: str, folder: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Parse sections in one of the forms that DeepSpeed takes.
-
-    Returns:
-        the class, the fields of this package, and the raw section, of each.
-    """
+    """Parse sections in one of the forms that DeepSpeed takes; return of each the class, the fields of this package,
+    and the raw section."""
     results = []
     for number, section in enumerate(sections):
         text = json.dumps(config(**section))
@@ -183,19 +180,15 @@ def test_engines_and_zero_init_cut_for_mics(ranks: Any, tmp_path: Path) -> None:
     ds_config = {**config(**MICS), "zero_allow_untested_optimizer": True}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ds_config), encoding="utf-8")
-    for full, cut in ranks(4).run(mics_shards_case, ds_config, str(path)):
-        assert full == cut == [(2, 18)] * 2
+    for zero_init, shards in ranks(4).each(mics_shards_case, (False, True), ds_config, str(path)):
+        assert shards == [(2, 18)] * 2, zero_init
 
 
-def mics_shards_case(ds_config: dict[str, Any], path: str) -> list[list[tuple[int, int]]]:
-    """Return ranks and elements of shards in engines, without zero.Init and with it."""
-    shards = []
-    for zero_init in (False, True):
-        with deepspeed.zero.Init(config_dict_or_path=path, enabled=zero_init):
-            model = torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False), torch.nn.Linear(6, 6, bias=False))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-        assert isinstance(engine.optimizer, Stage3Optimizer)
-        shards.append([(dist.get_world_size(p.ds_process_group), p.ds_tensor.numel()) for p in model.parameters()])
-        engine.destroy()
-    return shards
+def mics_shards_case(zero_init: bool, ds_config: dict[str, Any], path: str) -> list[tuple[int, int]]:
+    """Return ranks and elements of shards in an engine."""
+    with deepspeed.zero.Init(config_dict_or_path=path, enabled=zero_init):
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False), torch.nn.Linear(6, 6, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    assert isinstance(engine.optimizer, Stage3Optimizer)
+    return [(dist.get_world_size(p.ds_process_group), p.ds_tensor.numel()) for p in model.parameters()]

@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""On a device that is not the host, training gives the host's results, and tensors are on the expected device."""
+"""On a device that is not the host: training gives the host's results, tensors are on the expected device, and saves
+of both load on both."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.harness.device_on_host import cases
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import Job
 
+LOCO = {"zeropp_loco_param": {}}
 EVERY = {name: options.strategies for name, options in cases.OPTIONS.items()}
 # Options in the second tier only: others cover their code.
 LATER = ("pinned", "pageable", "overflow", "LoCo, pageable", "parameters, cached", "outer", "Muon, pinned")
@@ -46,16 +48,15 @@ def test_host_waits_for_values_before_reading_them(run_on_device: Any, tmp_path:
 SHAPES = ("NIG", "NNI", "IIG", "GGG")
 
 
-@pytest.mark.parametrize("pinned, names", [(True, ("IIG",)), *deep((True, SHAPES), (False, SHAPES))])
-def test_states_are_on_the_host_while_offloaded(run_on_device: Any, pinned: bool, names: Any) -> None:
-    for rows in run_on_device(cases.offload_states, names, "Muon", pinned, {"zeropp_loco_param": {}}):
+@with_cases(
+    "names, pinned, zero",
+    (("IIG",), True, LOCO),
+    (("III",), False, cases.OUTER),
+    *deep((SHAPES, True, LOCO), (SHAPES, False, LOCO), (("NII",), False, cases.OUTER)),
+)
+def test_states_are_on_the_host_while_offloaded(run_on_device: Any, names: Any, pinned: bool, zero: Any) -> None:
+    for rows in run_on_device(cases.offload_states, names, "Muon", pinned, zero):
         assert rows == [(name, True, ("cpu", True), "sim") for name in names]
-
-
-@pytest.mark.parametrize("name", ["III", *deep("NII")])
-def test_outer_states_are_on_the_host_while_offloaded(run_on_device: Any, name: str) -> None:
-    for rows in run_on_device(cases.offload_states, [name], "Muon", False, cases.OUTER):
-        assert rows == [(name, True, ("cpu", True), "sim")]
 
 
 WIDTH, LAYERS = 128, 8
@@ -88,3 +89,50 @@ def test_device_has_few_modules_and_host_has_one_slice(run_on_device: Any, froze
             assert row.on_host == pytest.approx(row.host, rel=0.01), row
             assert 0.5 * BUDGET < row.cached <= BUDGET, row
             assert row.peak <= row.cached + 2 * LAYER * BF16 + 2 * WINDOW + ACTIVATIONS, row
+
+
+RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
+    ("Adam", {}, ("NIG", "IIG"), False),
+    ("Adam", {**LOCO, **cases.PINNED}, ("IIG", "NII"), True),
+    ("Adam", {**LOCO, "paro_quantized_updates": {}}, ("NIG", "ING"), True),
+    ("Adam", cases.HOST, ("ING", "IIG"), True),
+    ("Muon", {}, ("III", "NIG"), False),
+    ("Muon", cases.PAGEABLE, ("GNG", "NIG"), True),
+]
+
+
+@pytest.mark.parametrize(
+    "optimizer, zero, names, from_device",
+    [*((*options, names[:1], from_device) for *options, names, from_device in RESUMED[1::2]), *deep(*RESUMED)],
+    ids=str,
+)
+def test_resumed_run_matches_uninterrupted_run_on_both(
+    run_on_device: Any, tmp_path: Path, optimizer: str, zero: dict[str, Any], names: tuple[str, ...], from_device: bool
+) -> None:
+    for rows in run_on_device(cases.resume, str(tmp_path), names, optimizer, zero, from_device):
+        assert rows == [(name, {}, {}, {}) for name in names]
+
+
+def test_export_from_device_equals_model(run_on_device: Any, tmp_path: Path) -> None:
+    for rows in run_on_device(cases.export, str(tmp_path), ("NIG", "IIG")):
+        assert rows == [("NIG", []), ("NIG", []), ("IIG", []), ("IIG", [])]
+
+
+FEW_BITS: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
+ROWS: list[tuple[str, str, dict[str, Any], str]] = [("NIG", "bf16", {}, "Adam")]
+MORE: list[tuple[str, str, dict[str, Any], str]] = [
+    ("IIG", "bf16", FEW_BITS, "Adam"),
+    ("NII", "fp16", cases.PAGEABLE, "Adam"),
+    ("NIG", "bf16", cases.PINNED, "Muon"),
+    ("III", "bf16", cases.OUTER, "Adam"),
+]
+
+
+@pytest.mark.parametrize("rows", [ROWS, *deep(MORE)], ids=len)
+def test_asynchronous_saves_equal_synchronous_saves(
+    run_on_device: Any, tmp_path: Path, rows: list[tuple[str, str, dict[str, Any], str]]
+) -> None:
+    for twins in run_on_device(cases.twins, str(tmp_path), rows):
+        assert len(twins) == len(rows)
+        for twin in twins:
+            assert twin.different == [] and twin.files >= 28 and twin.same, tuple(twin)

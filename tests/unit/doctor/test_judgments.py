@@ -52,8 +52,7 @@ USUAL = {"variables": {"NCCL_DEBUG": "WARN"}, "cores": 4, "threads": 2, "on_host
 
 
 def variables(**of_last: str) -> dict[int, dict[str, Any]]:
-    last = {**USUAL, "variables": {"NCCL_DEBUG": "WARN", **of_last}}
-    return dict(enumerate([USUAL, USUAL, USUAL, last]))
+    return dict(enumerate([USUAL, USUAL, USUAL, {**USUAL, "variables": {"NCCL_DEBUG": "WARN", **of_last}}]))
 
 
 # A harmful value of a variable and a harmless one, if these are not 1 and 0.

@@ -25,6 +25,7 @@ from deepspeed_ext.tools.doctor.cli import CHECKS, Report, add_arguments, examin
 from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, report_text, worst_level
 from deepspeed_ext.tools.doctor.launch import Check, Launch, Options, RendezvousError, connect
 from scripts.emulation.launching import free_port
+from tests.harness.tiers import with_cases
 
 
 def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
@@ -108,13 +109,11 @@ REFUSED = r"rank 1 on .*could not connect to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PO
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     "given, said",
-    [
-        ({"RANK": "0", "WORLD_SIZE": "3"}, MISSING),
-        ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "9"}, REFUSED),
-        ({"WORLD_SIZE": "3", "MASTER_PORT": ""}, "of which RANK, MASTER_PORT are not set: start it with torchrun or"),
-    ],
+    ({"RANK": "0", "WORLD_SIZE": "3"}, MISSING),
+    ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "9"}, REFUSED),
+    ({"WORLD_SIZE": "3", "MASTER_PORT": ""}, "of which RANK, MASTER_PORT are not set: start it with torchrun or"),
 )
 def test_ranks_that_do_not_come_are_named(given: dict[str, str], said: str) -> None:
     """With the address, and with advice if nothing listens or no launcher has set the variables."""

@@ -84,8 +84,7 @@ def generate_case(ours: dict[str, Any], stock: dict[str, Any]) -> tuple[Row, lis
         tokens = engine.module.generate(prompt, max_new_tokens=3 + 2 * dist.get_rank(), eos_token_id=None, **options)
         written.append(tokens[0].tolist())
 
-    row = loops.compare(plain(stock), plain(ours), finish=generate)
-    return row, *written
+    return loops.compare(plain(stock), plain(ours), finish=generate), *written
 
 
 @pytest.mark.parametrize("strategy", ["NIG", *deep("IIG")])

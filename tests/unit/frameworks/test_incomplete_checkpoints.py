@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.checkpoint import frameworks
+from tests.harness.tiers import with_cases
 
 NEWEST, COMPLETE, RUNNING, WEIGHTS_ONLY, NO_STATE = "newest", "complete", "running", "weights only", "no state"
 FILES = {
@@ -43,17 +44,15 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     "kinds, step",
-    [
-        ([], None),
-        ([RUNNING], None),
-        ([COMPLETE] * 6, 12),
-        ([COMPLETE, COMPLETE, RUNNING], 4),
-        ([COMPLETE, RUNNING, NO_STATE], 2),
-        ([COMPLETE, RUNNING, COMPLETE, RUNNING], 6),
-        ([COMPLETE, WEIGHTS_ONLY], 4),
-    ],
+    ([], None),
+    ([RUNNING], None),
+    ([COMPLETE] * 6, 12),
+    ([COMPLETE, COMPLETE, RUNNING], 4),
+    ([COMPLETE, RUNNING, NO_STATE], 2),
+    ([COMPLETE, RUNNING, COMPLETE, RUNNING], 6),
+    ([COMPLETE, WEIGHTS_ONLY], 4),
 )
 def test_the_newest_complete_checkpoint_is_resumed(
     configured: dict[str, Any], tmp_path: Path, kinds: list[str], step: int | None
@@ -66,18 +65,16 @@ def test_the_newest_complete_checkpoint_is_resumed(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     "kinds, limit, best, expected",
-    [
-        ([COMPLETE, RUNNING], 1, None, 2),
-        ([COMPLETE, RUNNING], 1, "checkpoint-2", 3),
-        ([COMPLETE, COMPLETE, RUNNING], 2, None, 3),
-        ([COMPLETE, RUNNING, RUNNING], 1, None, 3),
-        ([COMPLETE, COMPLETE], 1, None, 1),
-        ([WEIGHTS_ONLY, WEIGHTS_ONLY], 1, None, 1),
-        ([COMPLETE, RUNNING], None, None, None),
-        ([COMPLETE, RUNNING], 0, None, 0),
-    ],
+    ([COMPLETE, RUNNING], 1, None, 2),
+    ([COMPLETE, RUNNING], 1, "checkpoint-2", 3),
+    ([COMPLETE, COMPLETE, RUNNING], 2, None, 3),
+    ([COMPLETE, RUNNING, RUNNING], 1, None, 3),
+    ([COMPLETE, COMPLETE], 1, None, 1),
+    ([WEIGHTS_ONLY, WEIGHTS_ONLY], 1, None, 1),
+    ([COMPLETE, RUNNING], None, None, None),
+    ([COMPLETE, RUNNING], 0, None, 0),
 )
 def test_a_limit_counts_complete_checkpoints(
     configured: dict[str, Any], tmp_path: Path, kinds: list[str], limit: int | None, best: str | None, expected: Any

@@ -10,8 +10,7 @@ import pytest
 
 from tests.harness.frameworks.comparison import Row, check, needs
 from tests.harness.frameworks.configurations import placed, plain, stock
-from tests.harness.package_versions import since
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, since
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -47,10 +46,8 @@ def ulysses_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 
 
 def make_ulysses(folder: str, zero: dict[str, Any]) -> Any:
-    """The Trainer of transformers with sequences that are cut over all ranks.
-
-    Over fewer, its loss fails on gloo: the gradient of torch's all-gather takes rank 0 for a member of every group.
-    """
+    """The Trainer of transformers with sequences that are cut over all ranks. Over fewer, its loss fails on gloo: the
+    gradient of torch's all-gather takes rank 0 for a member of every group."""
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
     from transformers import Trainer, TrainingArguments, default_data_collator

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.frameworks.comparison import Row, check, needs
 from tests.harness.frameworks.configurations import for_trainer, placed, stock
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -52,13 +52,11 @@ def case(ours: dict[str, Any], stock: dict[str, Any], folder: str, how: str, mor
     return trainers.compare(functools.partial(make, folder, how, more), stock, ours, f"{folder}/{trainers.CHECKPOINT}")
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, strategy, how, zero",
-    [
-        ("bf16", "IIG", "from_pretrained", {"stage": None}),
-        *deep(("fp32", "NIG", "model", {}), ("fp32", "IIG", "from_pretrained", {}), ("bf16", "NIG", "model", {})),
-        *deep(("fp32", "NIG", "model", {"stage": None}), ("fp32", "IIG", "from_config", {"stage": None})),
-    ],
+    ("bf16", "IIG", "from_pretrained", {"stage": None}),
+    *deep(("fp32", "NIG", "model", {}), ("fp32", "IIG", "from_pretrained", {}), ("bf16", "NIG", "model", {})),
+    *deep(("fp32", "NIG", "model", {"stage": None}), ("fp32", "IIG", "from_config", {"stage": None})),
 )
 def test_training_and_resuming(
     group: Any, tmp_path: Path, dtype: str, strategy: str, how: str, zero: dict[str, None]

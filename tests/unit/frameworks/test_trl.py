@@ -6,11 +6,9 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.harness.frameworks.comparison import Row, check, needs
 from tests.harness.frameworks.configurations import placed, stock
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 pytestmark = needs("transformers", "accelerate", "trl", "datasets", "tokenizers")
 
@@ -75,9 +73,7 @@ def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) ->
     return trainers.compare(functools.partial(make, folder), stock, ours, f"{folder}/{trainers.CHECKPOINT}")
 
 
-@pytest.mark.parametrize(
-    "make, strategy", [(make_dpo, "IIG"), *deep((make_dpo, "NIG"), (make_sft, "GNG"), (make_sft, "NIG"))]
-)
+@with_cases("make, strategy", (make_dpo, "IIG"), *deep((make_dpo, "NIG"), (make_sft, "GNG"), (make_sft, "NIG")))
 def test_fine_tuning(group: Any, tmp_path: Path, make: Any, strategy: str) -> None:
     rows = group.run(case, make, placed(strategy), stock(strategy), str(tmp_path))
     check(rows, strategy, resumed=True)

@@ -5,6 +5,7 @@
 import pytest
 
 from tests.harness.recordings import Recording, lines_in
+from tests.harness.tiers import with_cases
 
 pytestmark = pytest.mark.quick
 
@@ -36,17 +37,15 @@ RECORDING = Recording(
 )
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "file, line, tests",
-    [
-        (FILE, 7, {A}),
-        (FILE, 8, {A, B}),  # an empty line: its neighbors
-        (FILE, 4, {A, B}),  # a signature: the function
-        (FILE, 1, {A, B, C, D}),  # outside of functions: all functions of the file
-        (FILE, 15, {C, D}),  # shared by the tests of a file
-        ("csrc/loco/block.h", 3, {A, B, C, D}),
-        ("deepspeed_ext/leaf/README.md", 3, {D, E}),
-    ],
+    (FILE, 7, {A}),
+    (FILE, 8, {A, B}),  # an empty line: its neighbors
+    (FILE, 4, {A, B}),  # a signature: the function
+    (FILE, 1, {A, B, C, D}),  # outside of functions: all functions of the file
+    (FILE, 15, {C, D}),  # shared by the tests of a file
+    ("csrc/loco/block.h", 3, {A, B, C, D}),
+    ("deepspeed_ext/leaf/README.md", 3, {D, E}),
 )
 def test_a_line_concerns_the_tests_that_run_it(file: str, line: int, tests: set[str]) -> None:
     assert RECORDING.concerned(file, [line]) == tests

@@ -148,8 +148,7 @@ def several_engines_case() -> list[tuple[str, bool]]:
     engines = [(*training.make_engine(job, zero), training.batches(job)) for zero in zeros]
     for number in range(job.steps * job.accumulation):
         for engine, _, data in engines:
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
+            training.step(engine, job, number, data)
     rows = []
     for weights, (engine, model, _) in zip(alone, engines, strict=True):
         together = training.whole_weights(model)

@@ -22,6 +22,9 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.comm import coalesced_collectives
+from deepspeed.utils import groups
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.nn import functional
 
@@ -29,7 +32,7 @@ import deepspeed_ext
 from deepspeed_ext.config.implied import read_with_stage
 from deepspeed_ext.integration import activation, fork, patcher, patches
 from scripts import ROOT
-from tests.harness import mixtures, pipelines, quantizers, snapshots, training
+from tests.harness import mixtures, pipelines, snapshots, training
 from tests.harness.logs import logged
 from tests.harness.snapshots import error_of
 from tests.harness.training import Job
@@ -42,6 +45,42 @@ SEVERAL = ("quantized gradients on two nodes", "pipeline with ZeRO-1")  # cases 
 PAGE = ROOT / "deepspeed_ext" / "config" / "README.md"
 
 pytestmark = pytest.mark.skipif(fork.version() is not None, reason="a fork has the fixes in its own files")
+
+
+class Quantizer:
+    """DeepSpeed's CUDA kernels of quantized gradients (qgZ) as far as its Python needs them: nothing is rounded."""
+
+    Symmetric = 0
+
+    def swizzle_quant(self, tensor: Any, groups: int, *_: int) -> tuple[Any, Any]:
+        """The bits, viewed as float16; (nodes, ranks of a node, chunk) to ranks first."""
+        *_, nodes, local = _
+        values = tensor.view(-1).view(torch.float16).float()
+        swizzled = values.view(nodes, local, -1).transpose(0, 1).reshape(-1)
+        return swizzled, torch.ones(groups)
+
+    def quantized_reduction(self, pieces: Any, scales: Any, *rest: int) -> tuple[Any, Any]:
+        """The sum over the ranks of a node, not divided."""
+        local = rest[-1]
+        return pieces.view(local, -1).sum(0), scales[: len(scales) // local]
+
+    def dequantize(self, values: Any, *_: Any) -> Any:
+        """As they are."""
+        return values
+
+
+@contextlib.contextmanager
+def on_nodes(local: int) -> Iterator[None]:
+    """Take ``local`` ranks for those of a node, and the stand-in for the kernels."""
+    accelerator = type(get_accelerator())
+    with (
+        mock.patch.object(accelerator, "device_count", lambda self: local),
+        mock.patch.object(coalesced_collectives, "quantizer_module", Quantizer()),
+    ):
+        try:
+            yield
+        finally:
+            groups._ALL_TO_ALL_GROUP.clear()
 
 
 @pytest.mark.quick
@@ -76,7 +115,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 
     def quantized() -> Any:
         job = Job(sizes=(16, 24, 8), dtype="fp16", empty=False, steps=2, zero=training.SMALL)
-        with quantizers.on_nodes(2):
+        with on_nodes(2):
             return trained(job, {"stage": 3, "zero_quantized_gradients": True})
 
     def pipeline() -> Any:
@@ -249,7 +288,7 @@ def checkpoint_case(folder: str) -> tuple[list[Any], list[Any], set[str]]:
         both = []
         for name, context in (("ours", calls_seen(seen)), ("theirs", without_us())):
             with context:
-                engine, model = snapshots.after_a_step(job, stage)
+                engine, model = training.make_trained(job, stage)
                 engine.save_checkpoint(f"{folder}/{stage}{name}", tag="tag")
                 engine.load_checkpoint(f"{folder}/{stage}{name}") if stage == "2" else None
                 engine.destroy()
@@ -280,7 +319,7 @@ def checkpoint_case(folder: str) -> tuple[list[Any], list[Any], set[str]]:
             differences: list[Any] = []
             for context in (calls_seen(seen), without_us()):
                 with context:
-                    engine, model = snapshots.after_a_step(universal, loaded)
+                    engine, model = training.make_trained(universal, loaded)
                     error = snapshots.error_of(engine.load_checkpoint, f"{folder}/{saved}")
                     found = snapshots.difference(wanted[saved], snapshots.snapshot(engine, model, universal))
                     engine.destroy()

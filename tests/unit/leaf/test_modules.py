@@ -24,8 +24,8 @@ from deepspeed_ext.leaf.modules import LeafKind, Settings, choose, default_budge
 from deepspeed_ext.leaf.setup import LiveLimits, choice_table, hooks, predicted_live, settings_and_live
 from tests.harness import mixtures, training
 from tests.harness.logs import is_ours, logged
-from tests.harness.package_versions import since
 from tests.harness.snapshots import error_of
+from tests.harness.tiers import since, with_cases
 
 LIVE = 10**9
 # Of mixtures.Mixtures, as DeepSpeed counts: parameters / (1 + modules inside that have parameters, lists left out).
@@ -64,19 +64,17 @@ def test_granularity_matches_deepspeed() -> None:
     assert chosen("Mixtures", None, 1)["granularity"] == GRANULARITY
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "threshold, classes",
-    [
-        (1, []),
-        (59, []),
-        (60, ["Mixer"]),
-        (61, ["Mixer"]),
-        (83, ["Mixer"]),
-        (84, ["Layer"]),
-        (92, ["Layer"]),
-        (93, ["Layer", "Stem"]),
-        (10**12, ["Layer", "Stem"]),  # never the root, although its 85 qualifies as well
-    ],
+    (1, []),
+    (59, []),
+    (60, ["Mixer"]),
+    (61, ["Mixer"]),
+    (83, ["Mixer"]),
+    (84, ["Layer"]),
+    (92, ["Layer"]),
+    (93, ["Layer", "Stem"]),
+    (10**12, ["Layer", "Stem"]),  # never the root, although its 85 qualifies as well
 )
 def test_threshold_chooses_parents_first_but_not_the_root(threshold: int, classes: list[str]) -> None:
     result = chosen("Mixtures", None, threshold)
@@ -127,20 +125,18 @@ def test_max_live_parameters_caps_units() -> None:
     assert chosen("Mixtures", None, 10**12, 1695)["classes"] == ["Expert", "Mixer", "Stem"]
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "budget, classes, chunks",
-    [
-        (10**9, ["Layer", "Stem"], []),  # and not the model, which would fit
-        (12 * 1936, ["Layer", "Stem"], []),
-        (12 * 1936 - 1, ["Mixer", "MixtureOfExperts", "Stem"], []),
-        (12 * 1696, ["Mixer", "MixtureOfExperts", "Stem"], []),
-        (12 * 1696 - 1, ["Mixer", "Stem"], [[4]] * 2),  # without the router
-        (12 * 413 * 4 - 1, ["Mixer", "Stem"], [[3, 1]] * 2),
-        (12 * 413 * 2, ["Mixer", "Stem"], [[2, 2]] * 2),
-        (12 * 413, ["Mixer", "Stem"], [[1, 1, 1, 1]] * 2),
-        (12 * 413 - 1, ["Mixer", "Stem"], []),  # an expert does not fit: fetched linear by linear
-        (12 * 200, [], []),
-    ],
+    (10**9, ["Layer", "Stem"], []),  # and not the model, which would fit
+    (12 * 1936, ["Layer", "Stem"], []),
+    (12 * 1936 - 1, ["Mixer", "MixtureOfExperts", "Stem"], []),
+    (12 * 1696, ["Mixer", "MixtureOfExperts", "Stem"], []),
+    (12 * 1696 - 1, ["Mixer", "Stem"], [[4]] * 2),  # without the router
+    (12 * 413 * 4 - 1, ["Mixer", "Stem"], [[3, 1]] * 2),
+    (12 * 413 * 2, ["Mixer", "Stem"], [[2, 2]] * 2),
+    (12 * 413, ["Mixer", "Stem"], [[1, 1, 1, 1]] * 2),
+    (12 * 413 - 1, ["Mixer", "Stem"], []),  # an expert does not fit: fetched linear by linear
+    (12 * 200, [], []),
 )
 def test_budget_chooses_layers_then_mixtures_then_chunks(budget: int, classes: list[str], chunks: Any) -> None:
     result = chosen("Mixtures", budget)
@@ -200,8 +196,7 @@ def test_choice_table_is_logged(ranks: Any) -> None:
 
 
 def report_case() -> list[list[tuple[str, str]]]:
-    """Return the logged and printed lines with a budget, a threshold, one without effect, and one that splits
-    experts."""
+    """Return the lines with a budget, a threshold, one without effect, one that splits experts, and by default."""
     job = training.Job(network=mixtures.Mixtures, empty=False)
     thresholds = ({"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in (100, 5, 60))
     keys = [{"stage3_leaf_bytes": True}, *thresholds, {"paro_strategy": "GGG"}]
@@ -300,16 +295,14 @@ def command_case(folder: str, command: list[str]) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "live, expected",
-    [
-        ((10**9, 0, 0, 0), 20),  # what is used
-        ((10**9, 5, 0, 0), 20 + 5 + 20),  # a module that begins within the prefetch
-        ((6, 50, 0, 0), 20 + 6 + 20),
-        ((10**9, 0, 7, 0), 20 + 7 + 20),
-        ((10**9, 0, 0, 4), 20 + 4 * 4),  # biases persist
-        ((10**9, 50, 50, 4), 80),  # all there is
-    ],
+    ((10**9, 0, 0, 0), 20),  # what is used
+    ((10**9, 5, 0, 0), 20 + 5 + 20),  # a module that begins within the prefetch
+    ((6, 50, 0, 0), 20 + 6 + 20),
+    ((10**9, 0, 7, 0), 20 + 7 + 20),
+    ((10**9, 0, 0, 4), 20 + 4 * 4),  # biases persist
+    ((10**9, 50, 50, 4), 80),  # all there is
 )
 def test_prediction_of_live_parameters(live: tuple[int, int, int, int], expected: int) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))

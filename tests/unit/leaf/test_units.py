@@ -22,7 +22,7 @@ from deepspeed_ext.leaf.units import UNIT, linear
 from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from tests.harness import mixtures, training
 from tests.harness.mixtures import AUTO, CHUNKS, SMALL, job_of
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, check
 
 
@@ -86,9 +86,7 @@ def test_delayed_gradients_are_reduced_once() -> None:
     assert reduced == [param]
 
 
-@pytest.mark.parametrize(
-    "name, chunks", [*IN_TURNS[::4], *deep(*(one for at, one in enumerate(IN_TURNS) if at % 4), *OTHERWISE)]
-)
+@with_cases("name, chunks", *IN_TURNS[::4], *deep(*(one for at, one in enumerate(IN_TURNS) if at % 4), *OTHERWISE))
 def test_every_network_on_two_ranks(ranks: Any, name: str, chunks: bool) -> None:
     job = job_of(getattr(mixtures, name))
     keys = CHUNKS if chunks else BLOCKS if name in ("ByKeyword", "FrozenStem") else AUTO
@@ -103,8 +101,8 @@ def test_units_chosen_by_hand(ranks: Any, name: str) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "layers, chunks", [(("III",), ("GNG",)), *deep((PARTITIONED[::2], PARTITIONED[1::2]), (PARTITIONED[1::2], ()))]
+@with_cases(
+    "layers, chunks", (("III",), ("GNG",)), *deep((PARTITIONED[::2], PARTITIONED[1::2]), (PARTITIONED[1::2], ()))
 )
 def test_every_strategy(ranks: Any, layers: tuple[str, ...], chunks: tuple[str, ...]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, steps=2)
@@ -139,7 +137,6 @@ def one_missing_case() -> bool:
         for module in (module for module in model.modules() if getattr(module, "_z3_leaf", False)):
             module.register_forward_pre_hook(_read_parameters)
         same = torch.equal(output, expected) and torch.equal(engine(x), expected)
-    engine.destroy()
     return same
 
 
@@ -186,23 +183,18 @@ def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("world", [2, *deep(4)])
-@pytest.mark.parametrize(
+@with_cases(
     "more",
-    [
-        {"boundary": "coalesce", "zero": {**SMALL, "contiguous_gradients": False, "allgather_sequential": True}},
-        {
-            "backward": "loss",
-            "groups": 2,
-            "zero": {**SMALL, "stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 300},
-        },
-        *deep(
-            {"boundary": "step", "zero": {**SMALL, "reduce_bucket_size": 10_000, "overlap_comm": True}},
-            {
-                "zero_init": "config",
-                "zero": SMALL | {"stage3_param_persistence_threshold": 50, "reduce_scatter": False},
-            },
-        ),
-    ],
+    {"boundary": "coalesce", "zero": {**SMALL, "contiguous_gradients": False, "allgather_sequential": True}},
+    {
+        "backward": "loss",
+        "groups": 2,
+        "zero": {**SMALL, "stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 300},
+    },
+    *deep(
+        {"boundary": "step", "zero": {**SMALL, "reduce_bucket_size": 10_000, "overlap_comm": True}},
+        {"zero_init": "config", "zero": SMALL | {"stage3_param_persistence_threshold": 50, "reduce_scatter": False}},
+    ),
     ids=lambda more: str(more).replace("'", "")[:70],
 )
 def test_other_options(ranks: Any, world: int, more: dict[str, Any]) -> None:

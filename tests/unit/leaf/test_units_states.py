@@ -18,7 +18,7 @@ from deepspeed_ext.leaf.modules import Settings, choose, numel_of
 from deepspeed_ext.leaf.setup import LiveLimits, predicted_live
 from tests.harness import mixtures, snapshots, training
 from tests.harness.mixtures import AUTO, CHUNKS, SMALL, WINDOWS, job_of
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 TIGHT = {**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
 
@@ -49,34 +49,29 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def test_persistent_parameters_stay_during_first_step(ranks: Any) -> None:
-    for plain, units, stock in ranks(2).run(persistent_case):
-        assert plain == units == [True] * 3 and not any(stock[:1]), (plain, units, stock)
+    ours = {"paro_strategy": "GGG"}
+    units = {**ours, "stage3_module_granularity_threshold": 60}
+    for keys, available in ranks(2).each(persistent_case, (ours, units, {"stage": 3})):
+        assert not available[0] if "stage" in keys else available == [True] * 3, (keys, available)
 
 
-def persistent_case() -> list[list[bool]]:
-    """Return whether all small parameters are available after each of three forwards: with our optimizer without and
-    with units, and with stock."""
-    rows, ours = [], {"paro_strategy": "GGG"}
-    for keys in (ours, {**ours, "stage3_module_granularity_threshold": 60}, {"stage": 3}):
-        job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
-        engine, model = training.make_engine(job, keys)
-        available = []
-        for x, _ in (next(training.batches(job)) for _ in range(3)):
-            engine(x)
-            small = [p for p in model.parameters() if p.ds_persist]
-            available.append(all(p.ds_status == ZeroParamStatus.AVAILABLE for p in small) and len(small) > 20)
-        rows.append(available)
-        engine.destroy()
-    return rows
+def persistent_case(keys: dict[str, Any]) -> list[bool]:
+    """Return whether small parameters are available after each of three forwards."""
+    job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
+    engine, model = training.make_engine(job, keys)
+    available = []
+    for x, _ in (next(training.batches(job)) for _ in range(3)):
+        engine(x)
+        small = [p for p in model.parameters() if p.ds_persist]
+        available.append(all(p.ds_status == ZeroParamStatus.AVAILABLE for p in small) and len(small) > 20)
+    return available
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, network, strategy, keys",
-    [
-        (2, "Mixtures", "IIG", CHUNKS),
-        *deep((4, "Packed", "IIG", WINDOWS), (4, "Packed", "GGG", WINDOWS)),
-        *deep((4, "Mixtures", "IIG", CHUNKS), (4, "Mixtures", "GGG", AUTO)),
-    ],
+    (2, "Mixtures", "IIG", CHUNKS),
+    *deep((4, "Packed", "IIG", WINDOWS), (4, "Packed", "GGG", WINDOWS)),
+    *deep((4, "Mixtures", "IIG", CHUNKS), (4, "Mixtures", "GGG", AUTO)),
 )
 def test_checkpoints_do_not_depend_on_units_or_windows(
     ranks: Any, tmp_path: Path, world: int, network: str, strategy: str, keys: dict[str, Any]
@@ -97,8 +92,7 @@ def checkpoint_case(
     snaps: list[dict[str, Any]] = []
     losses = []
     for number, (zero, loads) in enumerate(((ours, (None,)), (plain, (0,)), (ours, (0, 1)))):
-        engine, model = training.make_engine(job, zero)
-        snapshots.run(engine, job, snapshots.steps_of(job, 1 if number else 2, number))
+        engine, model = training.make_trained(job, zero, 1 if number else 2, number)
         for source in loads:
             if source is not None:
                 engine.load_checkpoint(f"{folder}/{source}")
@@ -145,7 +139,6 @@ def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
             forwards.append(torch.equal(engine(x), expected(x)))
     with deepspeed.zero.GatheredParameters(list(expert.parameters())), torch.no_grad():
         same_inside = torch.equal(expert.up.weight, expected.layers[1].mixture.experts[2].up.weight)
-    engine.destroy()
     return same_inside, forwards
 
 
@@ -169,8 +162,7 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
     engine.destroy()
     engine, model = training.make_engine(job, {"stage": 3, **keys})
     for _ in range(2):
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
+        training.step(engine, job)
         engine.eval()
         with torch.no_grad():
             out = engine(x)
@@ -179,7 +171,6 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
         expected.load_state_dict(model.state_dict())
     with torch.no_grad():
         equal.append(torch.equal(engine(x), expected(x)) and bool(torch.isfinite(out).all()))
-    engine.destroy()
     return equal
 
 
@@ -210,8 +201,7 @@ def second_engine_case() -> list[int]:
     for keys in (CHUNKS, {}, AUTO, {}):
         config = training.configuration(job, {"stage": 3, **keys})
         engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
+        training.step(engine, job)
         offload = engine.optimizer.parameter_offload
         hooks.append(len(offload.forward_hooks) + len(offload.backward_hooks))
         engine.destroy()
@@ -220,39 +210,33 @@ def second_engine_case() -> list[int]:
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
 def test_gradients_are_freed_after_evaluation_and_recompute(ranks: Any, keys: dict[str, Any]) -> None:
-    for most in ranks(2).run(gradients_case, keys):
-        assert max(most) <= 1.3 * 1936, most  # a layer and what is beside it, not all three
+    for checkpointing, most in ranks(2).each(gradients_case, (None, False), keys):
+        assert most <= 1.3 * 1936, (checkpointing, most)  # a layer and what is beside it, not all three
 
 
-def gradients_case(keys: dict[str, Any]) -> list[int]:
-    """Return the largest number of gradient elements at a time in steps: plain, after a forward that only one rank
-    keeps and an evaluation, and with checkpointing."""
-    most = []
-    for checkpointing in (None, False):
-        job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
-        engine, model = training.make_engine(job, {"stage": 3, **keys})
-        params = list(model.parameters())
-        peak = [0]
+def gradients_case(checkpointing: bool | None, keys: dict[str, Any]) -> int:
+    """Return the most gradient elements in two steps, before the second a forward on one rank and an evaluation."""
+    job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
+    engine, model = training.make_engine(job, {"stage": 3, **keys})
+    params = list(model.parameters())
+    peak = [0]
 
-        def count(_: Any, params: list[Any] = params, peak: list[int] = peak) -> None:
-            peak[0] = max(peak[0], sum(p.grad.numel() for p in params if p.grad is not None))
+    def count(_: Any) -> None:
+        peak[0] = max(peak[0], sum(p.grad.numel() for p in params if p.grad is not None))
 
-        hooks = [p.register_post_accumulate_grad_hook(count) for p in params]
-        outputs = []
-        data = training.batches(job)
-        for step in range(2):
-            if step == 1:
-                with torch.no_grad():
-                    engine(next(data)[0])
-                out = engine(next(data)[0])
-                outputs += [out] if dist.get_rank() == 0 else []
-            training.micro_step(engine, job, 0, *next(data))
-            engine.step()
-        most.append(peak[0])
-        for hook in hooks:
-            hook.remove()
-        engine.destroy()
-    return most
+    hooks = [p.register_post_accumulate_grad_hook(count) for p in params]
+    outputs = []
+    data = training.batches(job)
+    for step in range(2):
+        if step == 1:
+            with torch.no_grad():
+                engine(next(data)[0])
+            out = engine(next(data)[0])
+            outputs += [out] if dist.get_rank() == 0 else []
+        training.step(engine, job, 0, data)
+    for hook in hooks:
+        hook.remove()
+    return peak[0]
 
 
 @pytest.mark.parametrize("keys", [AUTO, *deep(CHUNKS)], ids=["layers", "chunks"])
@@ -262,8 +246,7 @@ def test_frozen_thawed_and_unused_parameters(ranks: Any, keys: dict[str, Any]) -
 
 
 def frozen_case(keys: dict[str, Any]) -> list[float]:
-    """Return the distance to stock weights if parameters are frozen later, thawed later, or not in the optimizer.
-    Copies of the model are made meanwhile."""
+    """Return the distance to stock weights if parameters are frozen later, thawed later, or not in the optimizer."""
 
     def train(zero: dict[str, Any], how: str) -> torch.Tensor:
         job = job_of(mixtures.Mixtures, clipping=0.0)
@@ -285,12 +268,10 @@ def frozen_case(keys: dict[str, Any]) -> list[float]:
             if step == 1 and how != "left out":
                 for param in changed_params:
                     param.requires_grad_(how == "thawed")
-            training.micro_step(engine, job, 0, *next(data))
-            engine.step()
+            training.step(engine, job, 0, data)
         copy.deepcopy(model)
         weights = training.whole_weights(model)
         engine.destroy()
         return weights
 
-    ways = ("frozen", "thawed", "left out")
-    return [(train(keys, how) - train({}, how)).abs().max().item() for how in ways]
+    return [(train(keys, how) - train({}, how)).abs().max().item() for how in ("frozen", "thawed", "left out")]

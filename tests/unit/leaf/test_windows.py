@@ -19,11 +19,10 @@ from deepspeed_ext.comm import collectives
 from deepspeed_ext.leaf.modules import Settings, choose, expert_bytes
 from deepspeed_ext.leaf.setup import LiveLimits, _least_bytes, predicted_live, summaries
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
-from tests.harness import mixtures, training
+from tests.harness import mixtures, snapshots, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.mixtures import WINDOWS, job_of
-from tests.harness.package_versions import since
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, since, with_cases
 from tests.harness.training import check
 
 FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
@@ -54,8 +53,7 @@ def make_model(name: str, implementation: str = "eager") -> Any:
 def train(
     name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
-    """Train two steps; return losses, full weights, and the result of ``look`` at the end. Ranks have their own
-    tokens."""
+    """Train two steps, each rank with its own tokens; return losses, full weights, and the result of ``look``."""
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
@@ -129,34 +127,30 @@ def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], si
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
+@with_cases(
     "world, size, names",
-    [
-        (4, 2, ("INI", "GNG")),
-        *deep(
-            (3, 3, ("IIG",)),
-            (4, 2, ("ING", "III", "IIG", "IGG", "GIG", "GGG")),
-            (4, 1, ("IIG", "GGG", "GNG")),
-            (3, 3, ("GGG",)),
-        ),
-    ],
+    (4, 2, ("INI", "GNG")),
+    *deep(
+        (3, 3, ("IIG",)),
+        (4, 2, ("ING", "III", "IIG", "IGG", "GIG", "GGG")),
+        (4, 1, ("IIG", "GGG", "GNG")),
+        (3, 3, ("GGG",)),
+    ),
 )
 def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str]) -> None:
     check(ranks(world).run(strategies_case, names, "Packed", {}, size)[0])
 
 
 @pytest.mark.parametrize("world", [2, *deep(4)])
-@pytest.mark.parametrize(
+@with_cases(
     "network, more",
-    [
-        ("Packed", {"clipping": 0.05, "zero": {**mixtures.SMALL, **OVERLAP}}),
-        ("PackedFrozen", {"zero": {**mixtures.SMALL, "reduce_scatter": False}, "checkpointing": True}),
-        *deep(
-            ("Packed", {"zero": {**mixtures.SMALL, "stage3_param_persistence_threshold": 200}, "boundary": "step"}),
-            ("Packed", {"zero_init": "config", "checkpointing": False}),
-            ("PackedLooped", {}),
-        ),
-    ],
+    ("Packed", {"clipping": 0.05, "zero": {**mixtures.SMALL, **OVERLAP}}),
+    ("PackedFrozen", {"zero": {**mixtures.SMALL, "reduce_scatter": False}, "checkpointing": True}),
+    *deep(
+        ("Packed", {"zero": {**mixtures.SMALL, "stage3_param_persistence_threshold": 200}, "boundary": "step"}),
+        ("Packed", {"zero_init": "config", "checkpointing": False}),
+        ("PackedLooped", {}),
+    ),
     ids=lambda more: str(more).replace("'", "")[:50],
 )
 def test_other_options(ranks: Any, network: str, more: dict[str, Any], world: int) -> None:
@@ -173,15 +167,14 @@ def test_16_bits_and_overflow(ranks: Any, dtype: str, digits: int) -> None:
 
 
 def test_peak_of_gathered_elements_and_bytes_sent(ranks: Any) -> None:
-    for rows in ranks(4).run(measured_case):
-        for strategy, most, predicted, two, ours, unwindowed in rows:
-            assert two == most == predicted, (strategy, most, predicted)
-            assert ours["inter"] == unwindowed["inter"], strategy
-            # A piece of a window is not padded, as a chunk is.
-            assert ours["intra"] == pytest.approx(unwindowed["intra"], rel=0.02), strategy
+    for strategy, (most, predicted, two, ours, unwindowed) in ranks(4).each(measured_case, ("IIG", "GGG")):
+        assert two == most == predicted, (strategy, most, predicted)
+        assert ours["inter"] == unwindowed["inter"], strategy
+        # A piece of a window is not padded, as a chunk is.
+        assert ours["intra"] == pytest.approx(unwindowed["intra"], rel=0.02), strategy
 
 
-def measured_case() -> list[Any]:
+def measured_case(strategy: str) -> Any:
     """Return for strategies: the elements gathered at a time, their prediction, and those of two windows; and the
     bytes that this rank receives in two steps with windows, and without."""
     tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
@@ -194,25 +187,22 @@ def measured_case() -> list[Any]:
         counted[hop] = counted.get(hop, 0) + arriving
         return start(group, received, sent, name)
 
-    job, rows = job_of(mixtures.Packed), []
-    for strategy in ("IIG", "GGG"):
-        most, traffic = [], []
-        for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
-            engine, _ = training.make_engine(replace(job, zero=tight), training.placed(strategy, **keys))
-            counted.clear()
-            with mock.patch.object(collectives, "pairwise_all_to_all", count):
-                for x, y in (batch for batch, _ in zip(training.batches(job), range(2), strict=False)):
-                    engine.backward(((engine(x) - y) ** 2).mean())
-                    engine.step()
-                engine.optimizer.drain_parameters()
-            traffic.append(dict(counted))
-            most.append(engine.optimizer.gathers["dense"].live.peak)
-            engine.destroy()
-        plain = mixtures.Packed((13, 7))
-        choices = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
-        predicted = predicted_live(choices, plain, LiveLimits(10**9, 0, 0, 0))
-        rows.append((strategy, most[0], predicted, 2 * 2 * 273, *traffic))
-    return rows
+    job = job_of(mixtures.Packed)
+    most, traffic = [], []
+    for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
+        engine, _ = training.make_engine(replace(job, zero=tight), training.placed(strategy, **keys))
+        counted.clear()
+        with mock.patch.object(collectives, "pairwise_all_to_all", count):
+            for x, y in (batch for batch, _ in zip(training.batches(job), range(2), strict=False)):
+                engine.backward(((engine(x) - y) ** 2).mean())
+                engine.step()
+            engine.optimizer.drain_parameters()
+        traffic.append(dict(counted))
+        most.append(engine.optimizer.gathers["dense"].live.peak)
+        engine.destroy()
+    plain = mixtures.Packed((13, 7))
+    choices = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
+    return most[0], predicted_live(choices, plain, LiveLimits(10**9, 0, 0, 0)), 2 * 2 * 273, *traffic
 
 
 @since(transformers="5.0")
@@ -223,8 +213,7 @@ def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
 
 def access_case() -> tuple[bool, float, bool, float, bool]:
     """Return whether generation equals stock's; the difference of an evaluation; whether a gathered parameter is
-    complete and a change of it is used; the difference of a gradient; and whether a copy of the experts has its own
-    weights."""
+    complete and a change of it is used; the difference of a gradient; whether copied experts have own weights."""
     ids = torch.arange(6).view(1, 6)
     results: list[Any] = []
     copies: list[bool] = []
@@ -257,20 +246,19 @@ def access_case() -> tuple[bool, float, bool, float, bool]:
 
 
 def test_interrupted_backward_leaves_no_state(ranks: Any) -> None:
-    for strategy, equal in ranks(2).run(given_up_case)[0].items():
+    for strategy, equal in ranks(2).each(given_up_case, ("IIG", "GGG", "ING")):
         assert equal, strategy
 
 
-def given_up_case() -> dict[str, bool]:
-    """Return whether weights equal those of a run without the micro-batch that raised in backward, between two
-    windows."""
+def given_up_case(name: str) -> bool:
+    """Return whether weights equal those without the micro-batch whose backward raised between two windows."""
 
     class Interrupted(Exception):
         pass
 
-    def run(zero: dict[str, Any], interrupted: bool) -> torch.Tensor:
+    def run(interrupted: bool) -> torch.Tensor:
         job = job_of(mixtures.Packed, accumulation=2)
-        engine, model = training.make_engine(job, zero)
+        engine, model = training.make_engine(job, training.placed(name, **WINDOWS))
         model.requires_grad_(False)
         windowed = windowed_modules(model)[-1]  # windows after it would have been reduced already
         for param in windowed.params:
@@ -289,21 +277,17 @@ def given_up_case() -> dict[str, bool]:
             with mock.patch.object(hooks, "reduce_window", interrupt), pytest.raises(Interrupted):
                 training.micro_step(engine, job, 0, *skipped)
         for number in range(2):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
+            training.step(engine, job, number, data)
         weights = training.whole_weights(model)
         engine.destroy()
         return weights
 
-    equal_by_name = {}
-    for name in ("IIG", "GGG", "ING"):
-        zero = training.placed(name, **WINDOWS)
-        equal_by_name[name] = bool(torch.equal(run(zero, False), run(zero, True)))
-    return equal_by_name
+    return torch.equal(run(False), run(True))
 
 
 def test_unsupported_experts_stay_together(ranks: Any) -> None:
     too_small, kinds = ranks(1).run(refused_case)[0]
+    assert too_small.startswith("ValueError: ")
     assert "one of the 7 packed experts of layers.0.mixture.experts needs 3,276, got 3,000" in too_small, too_small
     assert kinds["PackedExperts"] == ("windowed", "4 windows of at most 2 experts")
     assert kinds["Unknown"] == ("fine", "its packed experts stay together: its forward takes (x), not hidden states")
@@ -311,8 +295,7 @@ def test_unsupported_experts_stay_together(ranks: Any) -> None:
 
 
 def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
-    """Return the error of a budget below one expert; and for each module with packed experts its kind and the start of
-    the reason."""
+    """Return the error of a budget below one expert; and the kind and start of the reason of each packed module."""
 
     class UnknownExperts(mixtures.PackedExperts):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -326,11 +309,8 @@ def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
             if lent:
                 self.head.weight = experts.down_proj  # type: ignore[assignment]
 
-    message = ""
-    try:
-        training.make_engine(job_of(mixtures.Packed), {"stage": 3, "stage3_leaf_bytes": 3000})
-    except ValueError as error:
-        message = str(error)
+    zero = {"stage": 3, "stage3_leaf_bytes": 3000}
+    message = snapshots.error_of(training.make_engine, job_of(mixtures.Packed), zero)
     kinds = {}
     models = (mixtures.Packed((13, 7)), UnknownExperts(10, 7), Block(mixtures.PackedExperts(10, 7), True))
     for label, model in zip(("PackedExperts", "Unknown", "Lent"), models, strict=True):

@@ -72,8 +72,7 @@ def test_ranks_build_after_a_killed_build(ranks: Any, tmp_path: Path) -> None:
 
 
 def real_build_case(root: str) -> tuple[bool, str]:
-    """Return whether this rank has removed the dead process's lock, and the library that it has loaded through
-    torch."""
+    """Return whether this rank has removed the dead process's lock, and the library that torch has loaded."""
 
     class Tiny(LocoBuilder):
         NAME = "tiny"  # of one name torch knows one extension in a process

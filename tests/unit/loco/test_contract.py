@@ -19,6 +19,7 @@ from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import ops, reference, sampling
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.reference import Packing
+from tests.harness.tiers import with_cases
 
 pytestmark = pytest.mark.quick
 
@@ -115,14 +116,12 @@ def test_03_quantization_error_is_at_most_half_a_step(bits: int, block: int, dty
     assert (gradient.float().abs() <= steps * (2 ** (bits - 1) - 1)).all()
 
 
-@pytest.mark.parametrize(
+@with_cases(
     ("bits", "block", "heavy", "hadamard", "ceiling"),
-    [
-        (4, 128, False, False, 0.0145),
-        (4, 32, False, False, 0.01),
-        (8, 128, False, False, 5e-5),
-        (4, 128, True, True, 0.015),
-    ],
+    (4, 128, False, False, 0.0145),
+    (4, 32, False, False, 0.01),
+    (8, 128, False, False, 5e-5),
+    (4, 128, True, True, 0.015),
 )
 def test_04_quantization_noise(bits: int, block: int, heavy: bool, hadamard: bool, ceiling: float) -> None:
     numel = 2**20

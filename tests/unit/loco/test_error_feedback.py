@@ -19,6 +19,7 @@ from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.loco import feedback as errors_of_messages
 from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.feedback import ErrorFeedback, SpanMap
+from tests.harness.tiers import with_cases
 
 pytestmark = pytest.mark.quick
 
@@ -196,14 +197,12 @@ def test_errors_on_gradient_device_are_not_copied() -> None:
         memory.finish_step(True)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     ("offload", "expected"),
-    [
-        (None, (None, False)),
-        ({"device": "none", "pin_memory": True}, (None, False)),
-        ({"device": "cpu", "pin_memory": True}, ("cpu", True)),
-        ({"device": "cpu", "pin_memory": False}, ("cpu", False)),
-    ],
+    (None, (None, False)),
+    ({"device": "none", "pin_memory": True}, (None, False)),
+    ({"device": "cpu", "pin_memory": True}, ("cpu", True)),
+    ({"device": "cpu", "pin_memory": False}, ("cpu", False)),
 )
 def test_errors_are_on_the_device_of_the_optimizer(offload: dict[str, Any] | None, expected: tuple[Any, bool]) -> None:
     section = None if offload is None else SimpleNamespace(**offload)

@@ -22,15 +22,13 @@ RESETS = ("NNN", "NNG", "NIG", "NGG", "ING", "IIG", "GGG")
 
 @pytest.mark.parametrize("world, bits", [(3, 4), (2, 8), *deep((2, 4), (5, 4), (6, 4), (3, 8), (5, 8), (6, 8))])
 def test_06_hop_computes_mean_for_all_shapes_and_ranks(ranks: Any, world: int, bits: int) -> None:
-    for rows in ranks(world).run(mean_case, bits):
-        for case, projection, excess in rows:
-            assert 0.97 < projection < 1.03, (case, projection)
-            assert excess <= 1, (case, excess)
+    for case, projection, excess in ranks(world).rows(mean_case, bits):
+        assert 0.97 < projection < 1.03, (case, projection)
+        assert excess <= 1, (case, excess)
 
 
 def mean_case(bits: int) -> list[tuple[str, float, float]]:
-    """Return shape and dtype, the projection of the result on the fp64 mean, and the largest error relative to its
-    bound."""
+    """Return shape and dtype, the projection on the fp64 mean, and the largest error relative to its bound."""
     world, rank = dist.get_world_size(), dist.get_rank()
     hop = LocoHop(dist.get_world_group(), "hop", LocoSettings(bits=bits))
     rows = []
@@ -66,90 +64,72 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
     [("fp16", ("NIG", "IIG")), ("fp32", ("NGG", "GGG")), *deep(*((dtype, SKIPS) for dtype in ("fp16", "fp32")))],
 )
 def test_09_skipped_step_keeps_errors(ranks: Any, names: tuple[str, ...], dtype: str) -> None:
-    for rows in ranks(4).run(skip_case, names, dtype):
-        for name, applied, restored, count, moved, scales in rows:
-            assert applied == [True, False, True], name
-            assert restored and moved, name
-            assert count == 2, name
-            assert scales[0] == 2 * scales[-1] if dtype == "fp16" else scales[0] == scales[-1], name
+    for name, (applied, restored, count, moved, scales) in ranks(4).each(skip_case, names, dtype):
+        assert applied == [True, False, True], name
+        assert restored and moved, name
+        assert count == 2, name
+        assert scales[0] == 2 * scales[-1] if dtype == "fp16" else scales[0] == scales[-1], name
 
 
-def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool], bool, int, bool, list[float]]]:
+def skip_case(name: str, dtype: str) -> tuple[list[bool], bool, int, bool, list[float]]:
     """Take three steps, of which the second overflows on one rank."""
     # Norms that are not finite skip a step of stage 3 in any dtype; of stages 1 and 2 in fp32, too.
     job = training.Job(steps=3, accumulation=2, dtype=dtype, overflow=[(2, 1)], empty=False, zero=training.SMALL)
-    rows = []
-    for name in names:
-        engine, _ = training.make_engine(job, training.placed(name, **LOCO))
-        data, kept, applied, scales = training.batches(job), [], [], []
-        for number in range(6):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
-            if number % 2:
-                applied.append(engine.was_step_applied())
-                scales.append(float(engine.optimizer.loss_scale))
-                memory = engine.optimizer.error_state
-                assert all(error.updated is None for error in memory._errors.values())
-                kept.append([e.committed.clone() for e in memory._errors.values() if e.committed is not None])
-        restored = all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
-        moved = any(not torch.equal(a, b) for a, b in zip(kept[1], kept[2], strict=True))
-        rows.append((name, applied, restored, memory.steps, moved, scales))
-        engine.destroy()
-    return rows
+    engine, _ = training.make_engine(job, training.placed(name, **LOCO))
+    data, kept, applied, scales = training.batches(job), [], [], []
+    for number in range(6):
+        training.step(engine, job, number, data)
+        if number % 2:
+            applied.append(engine.was_step_applied())
+            scales.append(float(engine.optimizer.loss_scale))
+            memory = engine.optimizer.error_state
+            assert all(error.updated is None for error in memory._errors.values())
+            kept.append([e.committed.clone() for e in memory._errors.values() if e.committed is not None])
+    restored = all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
+    moved = any(not torch.equal(a, b) for a, b in zip(kept[1], kept[2], strict=True))
+    return applied, restored, memory.steps, moved, scales
 
 
 def test_09_dropped_gradients_keep_errors(ranks: Any) -> None:
-    assert ranks(4).run(dropped_case) == [True] * 4
+    assert all(kept for _, kept in ranks(4).each(dropped_case, ("IIG", "ING")))
 
 
-def dropped_case() -> bool:
+def dropped_case(name: str) -> bool:
     """Return whether zero_grad before a step restores the errors. With p = N it drops no reduced gradients."""
     job = training.Job(empty=False)
-    restored = True
-    for name in ("IIG", "ING"):
-        engine, _ = training.make_engine(job, training.placed(name, **LOCO))
-        data, memory = training.batches(job), engine.optimizer.error_state
-        training.micro_step(engine, job, 0, *next(data))
-        engine.step()
-        before = [error.committed.clone() for error in memory._errors.values()]
-        training.micro_step(engine, job, 1, *next(data))
-        restored = restored and any(error.updated is not None for error in memory._errors.values())
-        engine.optimizer.zero_grad()
-        after = [error.committed for error in memory._errors.values()]
-        restored &= memory.steps == 1 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        engine.destroy()
-    return restored
+    engine, _ = training.make_engine(job, training.placed(name, **LOCO))
+    data, memory = training.batches(job), engine.optimizer.error_state
+    training.step(engine, job, 0, data)
+    before = [error.committed.clone() for error in memory._errors.values()]
+    training.micro_step(engine, job, 1, *next(data))
+    updated = any(error.updated is not None for error in memory._errors.values())
+    engine.optimizer.zero_grad()
+    after = [error.committed for error in memory._errors.values()]
+    return updated and memory.steps == 1 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("accumulation, names", [(1, ("NNN",)), (2, ("NGG", "IIG")), *deep((1, RESETS), (3, RESETS))])
 def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(reset_case, accumulation, names):
-        for name, has_errors, messages in rows:
-            assert has_errors == [True, True, False, True, True, False, True], name
-            # Once a step where the strategy crosses between groups once; in each micro-batch with g = G.
-            assert messages == (accumulation if name[1] == "G" else 1), name
+    for name, (has_errors, messages) in ranks(4).each(reset_case, names, accumulation):
+        assert has_errors == [True, True, False, True, True, False, True], name
+        # Once a step where the strategy crosses between groups once; in each micro-batch with g = G.
+        assert messages == (accumulation if name[1] == "G" else 1), name
 
 
-def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, list[bool], float]]:
-    """Return whether there are errors after each of seven steps with resets after three, and how often each was
-    updated."""
+def reset_case(name: str, accumulation: int) -> tuple[list[bool], float]:
+    """Return after which of seven steps, with resets after three, there are errors; and updates of each a step."""
     job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
-    rows = []
-    for name in names:
-        loco = {"zeropp_loco_param": {"reset_T": 3}}
-        engine, _ = training.make_engine(job, training.placed(name, **loco))
-        memory, data, has_errors, updates = engine.optimizer.error_state, training.batches(job), [], []
-        memory.store = lambda contents, updated, updates=updates: updates.append(contents)
-        for number in range(7 * accumulation):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
-            if (number + 1) % accumulation == 0:
-                (state,) = {error.committed is not None for error in memory._errors.values()}  # all alike
-                has_errors.append(state)
-        rows.append((name, has_errors, len(updates) / 7 / len(memory._errors)))
-        engine.destroy()
-    return rows
+    loco = {"zeropp_loco_param": {"reset_T": 3}}
+    engine, _ = training.make_engine(job, training.placed(name, **loco))
+    memory, data, has_errors, updates = engine.optimizer.error_state, training.batches(job), [], []
+    memory.store = lambda contents, updated, updates=updates: updates.append(contents)
+    for number in range(7 * accumulation):
+        training.step(engine, job, number, data)
+        if (number + 1) % accumulation == 0:
+            (state,) = {error.committed is not None for error in memory._errors.values()}  # all alike
+            has_errors.append(state)
+    return has_errors, len(updates) / 7 / len(memory._errors)
 
 
 def test_all_ranks_refuse_cpu_only_kernels(ranks: Any) -> None:

@@ -20,7 +20,7 @@ from deepspeed_ext.comm import backends
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.reference import Packing
 from tests.harness.cuda_on_cpu.emulator import bits_of
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 KEPT = (torch.uint8, torch.bfloat16, torch.float32)
 
@@ -106,15 +106,13 @@ def test_opcheck(kept: torch.dtype | None) -> None:
     torch.library.opcheck(torch.ops.deepspeed_paro.sum_parts.default, (gradient, out))
 
 
-@pytest.mark.parametrize(
+@with_cases(
     ("change", "message"),
-    [
-        ({"bits": 5}, "bits must be 4 or 8, got 5"),
-        ({"block": 48}, "block_size must be a power of two from 32 to 4096, got 48"),
-        ({"block": 8192}, "block_size must be a power of two from 32 to 4096, got 8192"),
-        ({"wire": 1}, r"wire must be contiguous uint8 of \(2, 208\)"),
-        ({"error": 1}, "an error in 8 bits must be contiguous uint8"),
-    ],
+    ({"bits": 5}, "bits must be 4 or 8, got 5"),
+    ({"block": 48}, "block_size must be a power of two from 32 to 4096, got 48"),
+    ({"block": 8192}, "block_size must be a power of two from 32 to 4096, got 8192"),
+    ({"wire": 1}, r"wire must be contiguous uint8 of \(2, 208\)"),
+    ({"error": 1}, "an error in 8 bits must be contiguous uint8"),
 )
 def test_operators_refuse_unsuitable_tensors(change: dict[str, int], message: str) -> None:
     gradient = torch.randn(2, 300)
@@ -194,8 +192,7 @@ def test_nothing_is_written_after_a_row() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 def test_unsent_differences_are_sent_later(dtype: torch.dtype, bits: int) -> None:
-    """There is no drift: the replica is within a quantization step of the last difference, and converges in a
-    pause."""
+    """Without drift: the replica is within a quantization step of the last difference, and converges in a pause."""
     torch.manual_seed(1)
     packing, width = Packing(bits, 128), 1000
     master = torch.randn(1, width) * 0.02

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import deepspeed
-import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -27,7 +26,7 @@ from deepspeed_ext.loco.hop import QuantizedSums
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from tests.harness import training
 from tests.harness.logs import logged
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import SMALL, Job
 
 DIFFERENCES = ("NNG", "NIG", "NGG", "ING", "IIG", "IGG")
@@ -82,16 +81,14 @@ def differences(sent: list[Sent]) -> Iterator[None]:
         yield
 
 
-def run(job: Job, name: str) -> Seen:
-    engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
-    data = training.batches(job)
+def run(name: str, job: Job) -> Seen:
+    engine, model, data = training.begin(job, training.placed(name, **{KEY: {}}))
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
     for step in range(job.steps):
         sent: list[Sent] = []
         with differences(sent):
             for number in range(step * job.accumulation, (step + 1) * job.accumulation):
-                training.micro_step(engine, job, number, *next(data))
-                engine.step()
+                training.step(engine, job, number, data)
             deepspeed_ext.wait_for_updates()
             if hasattr(engine.optimizer, "parameters"):
                 engine.optimizer.drain_parameters()
@@ -104,7 +101,6 @@ def run(job: Job, name: str) -> Seen:
         equal &= training.replicas_equal(training.whole_weights(model))
     everybody = torch.tensor([largest, distance_to_masters(engine)])
     torch.distributed.all_reduce(everybody, op=torch.distributed.ReduceOp.MAX)
-    engine.destroy()
     distance = float(everybody[1] / everybody[0]) if everybody[0] else float(everybody[1])
     return Seen(messages, as_decoded, close, equal, distance)
 
@@ -132,20 +128,12 @@ def distance_to_masters(engine: Any) -> float:
 IN_TURNS = [(job, DIFFERENCES[number % 3 :: 3]) for number, job in enumerate(JOBS)]
 
 
-@pytest.mark.parametrize(
-    "job, names", [*IN_TURNS[::4], *deep(*((job, DIFFERENCES) for job in JOBS))], ids=by_strategies
-)
+@with_cases("job, names", *IN_TURNS[::4], *deep(*((job, DIFFERENCES) for job in JOBS)))
 def test_replicas_are_equal_and_close_to_weights(ranks: Any, job: str, names: tuple[str, ...]) -> None:
-    for runs in ranks(4).run(close_case, JOBS[job], names):
-        assert runs.keys() == set(names)
-        for name, observations in runs.items():
-            assert observations.messages >= (3 if "overflow" in job else 4), name
-            assert observations.as_decoded and observations.close and observations.equal, name
-            assert observations.distance <= 1, name
-
-
-def close_case(job: Job, names: tuple[str, ...]) -> dict[str, Seen]:
-    return {name: run(job, name) for name in names}
+    for name, observations in ranks(4).each(run, names, JOBS[job]):
+        assert observations.messages >= (3 if "overflow" in job else 4), name
+        assert observations.as_decoded and observations.close and observations.equal, name
+        assert observations.distance <= 1, name
 
 
 EXACT = {
@@ -157,27 +145,19 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(
-    "job, names", [("fp16, overlap", ("NIG", "IIG")), *deep(*((job, DIFFERENCES) for job in EXACT))], ids=by_strategies
-)
+@with_cases("job, names", ("fp16, overlap", ("NIG", "IIG")), *deep(*((job, DIFFERENCES) for job in EXACT)))
 def test_lossless_updates_do_not_change_training(ranks: Any, job: str, names: tuple[str, ...]) -> None:
-    for runs in ranks(4).run(exact_case, EXACT[job], names):
-        for name, (equal, messages) in runs.items():
-            assert equal and messages >= 3, (name, equal, messages)
+    for name, (equal, messages) in ranks(4).each(exact_case, names, EXACT[job]):
+        assert equal and messages >= 3, (name, equal, messages)
 
 
-def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
-    """Return whether losses, norms, and weights equal those without the key, bit for bit; and the number of encoded
-    messages."""
-    rows = {}
-    for name in names:
-        with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
-            ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
-        plain = training.train(job, training.placed(name))
-        rest = [run._replace(weights=None) for run in (ours, plain)]
-        equal = torch.equal(ours.weights, plain.weights) and rest[0] == rest[1]
-        rows[name] = equal, pack.call_count
-    return rows
+def exact_case(name: str, job: Job) -> tuple[bool, int]:
+    """Return whether losses, norms, and weights equal those without the key in all bits; and encoded messages."""
+    with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
+        ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
+    plain = training.train(job, training.placed(name))
+    rest = [run._replace(weights=None) for run in (ours, plain)]
+    return torch.equal(ours.weights, plain.weights) and rest[0] == rest[1], pack.call_count
 
 
 CHANGES = {
@@ -190,17 +170,16 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change, names", CHANGES.items(), ids=by_strategies)
+@with_cases("change, names", *CHANGES.items())
 def test_changes_from_outside_are_sent_unencoded(
     ranks: Any, change: str, names: tuple[str, ...], tmp_path: Any
 ) -> None:
-    for distances in ranks(4).run(change_case, change, names, str(tmp_path)):
-        for name, (before, after, equal) in distances.items():
-            assert before > 0, name  # or it would not show
-            assert after == 0 and equal, (name, after)
+    for name, (before, after, equal) in ranks(4).each(change_case, names, change, str(tmp_path)):
+        assert before > 0, name  # or it would not show
+        assert after == 0 and equal, (name, after)
 
 
-def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, tuple[float, float, bool]]:
+def change_case(name: str, change: str, folder: str) -> tuple[float, float, bool]:
     """Return the largest distance of parameters to the optimizer's weights on any rank, before the change and one step
     after it, and whether replicas are equal then."""
 
@@ -212,23 +191,16 @@ def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, t
         return distance.item()
 
     # Sizes that allow DeepSpeed to set a rank's part.
-    job, rows = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False), {}
-    for name in names:
-        key = {"resync_T": 3} if change == "every so many" else {}
-        engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
-        data = training.batches(job)
-        for number in range(2):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
-        before = distance(engine)
-        _change(change, engine, model, folder, job, data)
-        if change != "load_checkpoint":
-            training.micro_step(engine, job, 2, *next(data))
-            engine.step()
-        after = distance(engine)
-        rows[name] = before, after, training.replicas_equal(training.whole_weights(model))
-        engine.destroy()
-    return rows
+    job = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False)
+    key = {"resync_T": 3} if change == "every so many" else {}
+    engine, model, data = training.begin(job, training.placed(name, **{KEY: key}))
+    for number in range(2):
+        training.step(engine, job, number, data)
+    before = distance(engine)
+    _change(change, engine, model, folder, job, data)
+    if change != "load_checkpoint":
+        training.step(engine, job, 2, data)
+    return before, distance(engine), training.replicas_equal(training.whole_weights(model))
 
 
 def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: Any) -> None:
@@ -251,29 +223,23 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
     elif change == "load_checkpoint":
         engine.save_checkpoint(folder, "some")
         for _ in range(2):
-            training.micro_step(engine, job, 2, *next(data))
-            engine.step()
+            training.step(engine, job, 2, data)
         engine.load_checkpoint(folder, "some")
 
 
-@pytest.mark.parametrize(
-    "dtype, names", [("bf16", SUMS[1:2]), *deep(("bf16", SUMS), ("fp32", SUMS))], ids=by_strategies
-)
+@with_cases("dtype, names", ("bf16", SUMS[1:2]), *deep(("bf16", SUMS), ("fp32", SUMS)))
 def test_gradient_sums_are_gathered_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
-    for distances in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):
-        for name, (equal, apart) in distances.items():
-            assert equal, name
-            assert 0 < apart < (5e-3 if dtype == "fp32" else 2e-2), (name, apart)
+    job = Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3)
+    for name, (equal, apart) in ranks(4).each(sums_case, names, job):
+        assert equal, name
+        assert 0 < apart < (5e-3 if dtype == "fp32" else 2e-2), (name, apart)
 
 
-def sums_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, float]]:
+def sums_case(name: str, job: Job) -> tuple[bool, float]:
     """Return whether replicas are equal, and the relative distance of weights to those of a run without the key."""
-    rows = {}
-    for name in names:
-        ours, exact = (training.train(job, training.placed(name, **key)) for key in ({KEY: {"bits": 8}}, {}))
-        apart = (ours.weights - exact.weights).abs().max() / exact.weights.abs().max()
-        rows[name] = training.replicas_equal(ours.weights), apart.item()
-    return rows
+    ours, exact = (training.train(job, training.placed(name, **key)) for key in ({KEY: {"bits": 8}}, {}))
+    apart = (ours.weights - exact.weights).abs().max() / exact.weights.abs().max()
+    return training.replicas_equal(ours.weights), apart.item()
 
 
 def test_errors_of_sums_are_sent_with_next_sums(ranks: Any) -> None:
@@ -314,9 +280,7 @@ def test_saves_are_refused_while_parameters_are_offloaded(ranks: Any, tmp_path: 
 def offloaded_case(folder: str) -> tuple[str, bool]:
     """Return the error of a save while parameters are offloaded, and whether a later save succeeds."""
     job = training.Job(zero=training.SMALL, empty=False)
-    engine, _ = training.make_engine(job, training.placed("IIG", **{KEY: {}}))
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    engine.step()
+    engine, _ = training.make_trained(job, training.placed("IIG", **{KEY: {}}))
     # Here the device is the host, and DeepSpeed looks for what is on the device.
     engine.optimizer.offloaded_states.add(OffloadStateTypeEnum.lp_params)
     error = ""
@@ -328,7 +292,6 @@ def offloaded_case(folder: str) -> tuple[str, bool]:
     dist.barrier()
     engine.save_checkpoint(folder, "saved")
     dist.barrier()
-    engine.destroy()
     return error, Path(folder, "saved").is_dir()
 
 
@@ -339,14 +302,11 @@ def test_loads_warn_about_missing_and_unused_errors(ranks: Any, tmp_path: Any) -
 
 
 def halves_case(folder: str) -> list[list[str]]:
-    """Return the warnings of loads: errors of one half of an all-reduce into both, both into one, and both into
-    both."""
+    """Return the warnings of loads of errors: of one half of an all-reduce into both, of both into one and both."""
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():
-        engine, _ = training.make_engine(job, training.placed("NII", **key))
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
+        engine, _ = training.make_trained(job, training.placed("NII", **key))
         engine.save_checkpoint(folder, half)
         engine.destroy()
     warnings_of_loads = []
@@ -382,5 +342,4 @@ def padding_case() -> tuple[bool, bool]:
     padding = [span.of(weights[buffer.number].detach()) for buffer in optimizer.buffers for span in buffer.padding()]
     counted = torch.tensor([float(sum(part.numel() for part in padding))])
     dist.all_reduce(counted)
-    engine.destroy()
     return bool(counted.item()), all(not part.any() for part in padding)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from deepspeed import comm as dist
 
@@ -18,63 +17,53 @@ from deepspeed_ext.checkpoint.residuals import FOLDER
 from deepspeed_ext.comm import collectives
 from tests.harness import snapshots, training
 from tests.harness.logs import logged
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 NAMES = ("NNN", "NII", "NIG", "NGG", "INI", "IIG", "IGG", "GGG")
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, backend, names",
-    [
-        *(("fp32", "gloo", ("NGG", "IIG")), ("fp32", "nccl", ("INI",))),
-        *deep(("fp32", "gloo", NAMES), ("fp16", "gloo", NAMES), ("fp32", "nccl", NAMES)),
-    ],
+    *(("fp32", "gloo", ("NGG", "IIG")), ("fp32", "nccl", ("INI",))),
+    *deep(("fp32", "gloo", NAMES), ("fp16", "gloo", NAMES), ("fp32", "nccl", NAMES)),
     ids=str,
 )
 def test_15_resumed_run_matches_uninterrupted_run(
     ranks: Any, names: tuple[str, ...], dtype: str, backend: str, tmp_path: Any
 ) -> None:
-    for rows in ranks(4).run(resume_case, names, dtype, backend, str(tmp_path)):
-        for name, weights, errors, steps in rows:
-            assert weights and errors and steps == 5, name
+    for name, (weights, errors, steps) in ranks(4).each(resume_case, names, dtype, backend, str(tmp_path)):
+        assert weights and errors and steps == 5, name
 
 
-def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -> list[tuple[str, bool, bool, int]]:
+def resume_case(name: str, dtype: str, backend: str, folder: str) -> tuple[bool, bool, int]:
     """Train with and without a checkpoint in between; return whether weights and errors are equal bit for bit."""
-    job, rows = snapshots.job_of(dtype), []
+    job, runs = snapshots.job_of(dtype), []
     with mock.patch.object(collectives, "backend_of", lambda group: backend):
-        for name in names:
-            runs = []
-            for resumed in (False, True):
-                engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
-                steps = snapshots.steps_of(job, 5)
-                if resumed:
-                    engine.load_checkpoint(folder, name)
-                else:
-                    snapshots.run(engine, job, steps[:3], 0)
-                    engine.save_checkpoint(folder, name)
-                snapshots.run(engine, job, steps[3:], 3)
-                memory = engine.optimizer.error_state
-                errors = [error.committed for error in memory._errors.values()]
-                runs.append((training.whole_weights(model), errors, memory.steps))
-                engine.destroy()
-            (weights, errors, _), (again, resumed_errors, steps) = runs
-            equal = len(errors) == len(resumed_errors) > 0 and all(
-                torch.equal(a, b) for a, b in zip(errors, resumed_errors, strict=True)
-            )
-            rows.append((name, torch.equal(weights, again), equal, steps + (dtype == "fp16")))
-    return rows
+        for resumed in (False, True):
+            engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
+            steps = snapshots.steps_of(job, 5)
+            if resumed:
+                engine.load_checkpoint(folder, name)
+            else:
+                snapshots.run(engine, job, steps[:3], 0)
+                engine.save_checkpoint(folder, name)
+            snapshots.run(engine, job, steps[3:], 3)
+            memory = engine.optimizer.error_state
+            errors = [error.committed for error in memory._errors.values()]
+            runs.append((training.whole_weights(model), errors, memory.steps))
+            engine.destroy()
+    (weights, errors, _), (again, resumed_errors, steps) = runs
+    equal = len(errors) == len(resumed_errors) > 0 and all(map(torch.equal, errors, resumed_errors))
+    return torch.equal(weights, again), equal, steps + (dtype == "fp16")
 
 
 CROSSINGS = [("NIG", "IIG"), ("NIG", "NGG"), ("IIG", "GGG"), ("IIG", "NNG"), ("NNN", "NIG")]
 FEW = [(2, 1, CROSSINGS[::2]), (6, 2, CROSSINGS[3:4])]
 
 
-@pytest.mark.parametrize(
-    "loads", [FEW, *deep([(2, 1, CROSSINGS), (6, 2, CROSSINGS), (4, 1, CROSSINGS)])], ids=["few", "all"]
-)
+@with_cases("loads", FEW, *deep([(2, 1, CROSSINGS), (6, 2, CROSSINGS), (4, 1, CROSSINGS)]), ids=["few", "all"])
 def test_15_other_ranks_load_the_sum_of_residuals(ranks: Any, tmp_path: Any, loads: list[Any]) -> None:
-    saved = ranks(4).run(save_case, ("NIG", "IIG", "NNN"), str(tmp_path))[0]
+    saved = dict(ranks(4).each(save_case, ("NIG", "IIG", "NNN"), str(tmp_path)))  # the same on all ranks
     for world, group, crossings in loads:
         for name, other in crossings:
             loaded = ranks(world).run(load_case, name, other, group, str(tmp_path))[0]
@@ -101,18 +90,16 @@ def not_sent(engine: Any) -> list[float]:
     return flat.tolist()
 
 
-def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
+def save_case(name: str, folder: str) -> list[float]:
     """Save after three steps, and convert; return the unsent gradients."""
-    job, unsent = snapshots.job_of(), {}
-    for name in names:
-        engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
-        snapshots.run(engine, job, snapshots.steps_of(job, 3), 0)
-        engine.save_checkpoint(folder, name)
-        unsent[name] = not_sent(engine)
-        engine.destroy()
-        dist.barrier()
-        snapshots.convert(folder)
-        assert Path(folder, name, "residuals_rank_00000_mp_rank_00.pt").exists()
+    job = snapshots.job_of()
+    engine, _ = training.make_trained(job, training.placed(name, zeropp_loco_param={}), 3)
+    engine.save_checkpoint(folder, name)
+    unsent = not_sent(engine)
+    engine.destroy()
+    dist.barrier()
+    snapshots.convert(folder)
+    assert Path(folder, name, "residuals_rank_00000_mp_rank_00.pt").exists()
     return unsent
 
 
@@ -124,7 +111,6 @@ def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
     unsent = not_sent(engine)
     assert engine.optimizer.error_state.steps == 3
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 10)
-    engine.destroy()
     return unsent
 
 
@@ -137,12 +123,10 @@ def test_15_missing_residuals_warn_once_and_start_at_zero(ranks: Any, tmp_path: 
 def plain_case(folder: str) -> tuple[bool, list[str]]:
     """Load a checkpoint of a run without LoCo with LoCo, and vice versa; save without LoCo after a load with it."""
     job = snapshots.job_of()
-    engine, _ = training.make_engine(job, training.placed("NIG", 1))
-    snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+    engine, _ = training.make_trained(job, training.placed("NIG", 1), 2)
     engine.save_checkpoint(folder, "plain")
     engine.destroy()
-    engine, _ = training.make_engine(job, training.placed("NIG", 1, zeropp_loco_param={}))
-    snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+    engine, _ = training.make_trained(job, training.placed("NIG", 1, zeropp_loco_param={}), 2)
     engine.save_checkpoint(folder, "loco")
     with logged() as lines:
         engine.load_checkpoint(folder, "plain")
@@ -152,7 +136,6 @@ def plain_case(folder: str) -> tuple[bool, list[str]]:
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
     engine.load_checkpoint(folder, "loco")
     engine.save_checkpoint(folder, "loco")
-    engine.destroy()
     return forgotten and not list(Path(folder, "loco").glob("residuals*")), warnings
 
 
@@ -163,8 +146,7 @@ def test_15_converted_tag_is_saved_again(ranks: Any, tmp_path: Any) -> None:
 def again_case(folder: str) -> tuple[int, bool]:
     """Return the steps of a conversion whose source was replaced, and whether it has no residuals."""
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
-    engine, _ = training.make_engine(job, loco)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+    engine, _ = training.make_trained(job, loco)
     engine.save_checkpoint(folder, "tag")
     dist.barrier()
     snapshots.convert(folder)
@@ -175,9 +157,7 @@ def again_case(folder: str) -> tuple[int, bool]:
     engine, _ = training.make_engine(universal, loco)
     engine.load_checkpoint(folder, "tag_universal")
     zero = not engine.optimizer.error_state._errors  # they are of another save, which is no reason to refuse the rest
-    steps = engine.global_steps
-    engine.destroy()
-    return steps, zero
+    return engine.global_steps, zero
 
 
 def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path: Any) -> None:
@@ -185,11 +165,9 @@ def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path
 
 
 def moved_case(folder: str) -> tuple[bool, ...]:
-    """Return whether a converted checkpoint finds its residuals: after a move, with an old path, and with another's
-    path."""
+    """Return whether a converted checkpoint finds residuals: after a move, with an old path, with another's path."""
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
-    engine, _ = training.make_engine(job, loco)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+    engine, _ = training.make_trained(job, loco)
     engine.save_checkpoint(f"{folder}/first", "tag")
     engine.destroy()
     snapshots.convert(f"{folder}/first")
@@ -226,8 +204,7 @@ def disks_case(folder: str) -> bool:
     disk = str(Path(folder, str(node)))
     job = snapshots.job_of(checkpoint={"use_node_local_storage": True})
     with mock.patch.dict(os.environ, {"LOCAL_RANK": str(local)}):
-        engine, _ = training.make_engine(job, training.placed("NGG", zeropp_loco_param={}))
-        snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+        engine, _ = training.make_trained(job, training.placed("NGG", zeropp_loco_param={}), 2)
         engine.save_checkpoint(disk, "tag")
         before = [error.committed for error in engine.optimizer.error_state._errors.values()]
         snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
@@ -276,5 +253,4 @@ def damage_case(folder: str) -> list[tuple[str, bool]]:
         dist.barrier()
         if dist.get_rank() == 0:
             path.write_bytes(content)
-    engine.destroy()
     return outcomes

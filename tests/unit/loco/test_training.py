@@ -18,7 +18,7 @@ from deepspeed_ext.loco.sampling import Sampling
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from tests.harness import training
 from tests.harness.logs import is_ours, logged
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED
 
 ALL = (*REPLICATED, *PARTITIONED)
@@ -27,7 +27,7 @@ ROWS = [("fp32", 1, ("NNN", "NGG", "III", "GGG", "2", "3")), ("bf16", 3, ("NIG",
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype, accumulation, names", [*ROWS, *deep(("fp32", 1, (*ALL, *"123")))], ids=by_strategies)
+@with_cases("dtype, accumulation, names", *ROWS, *deep(("fp32", 1, (*ALL, *"123"))))
 def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int, names: Any) -> None:
     """Gradients match stock within quantization: a factor of 2 in any of them would show in the norms."""
     for rows in ranks(4).run(parity_case, dtype, accumulation, names):
@@ -53,17 +53,15 @@ def parity_case(dtype: str, accumulation: int, names: tuple[str, ...]) -> list[A
     return rows
 
 
-@pytest.mark.parametrize("accumulation, names", [(2, ("NGG",)), *deep((1, ALL), (2, ("IIG",)))], ids=by_strategies)
+@with_cases("accumulation, names", (2, ("NGG",)), *deep((1, ALL), (2, ("IIG",))))
 def test_unsent_gradients_are_sent_in_later_steps(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     """Average the same gradients over 8 steps: without feedback, the error is that of one step, about 0.1."""
-    for rows in ranks(4).run(feedback_case, accumulation, names):
-        for name, fed, unfed in rows:
-            assert fed < 0.04 < 0.08 < unfed, (name, fed, unfed)
+    for name, (fed, unfed) in ranks(4).each(feedback_case, names, accumulation):
+        assert fed < 0.04 < 0.08 < unfed, (name, fed, unfed)
 
 
-def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
-    """Return for each strategy the relative error of the mean gradient, with and without feedback. With accumulation,
-    some steps skip layers."""
+def feedback_case(name: str, accumulation: int) -> list[float]:
+    """Return the mean gradient's relative error, with and without feedback; with accumulation, steps skip layers."""
     steps = 8
     job = training.Job(accumulation=accumulation, clipping=0.0, empty=False, groups=2, zero=training.SMALL)
 
@@ -87,85 +85,71 @@ def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, 
         engine.destroy()
         return total / steps
 
-    rows = []
-    for name in names:
-        keys = training.placed(name)
-        exact = mean_gradient(keys)
-        errors = []
-        for loco in ({"err_beta": 0.0}, {"error_feedback": False}):
-            off = torch.stack([(mean_gradient({**keys, "zeropp_loco_param": loco}) - exact).norm(), exact.norm()])
-            squares = off.square()
-            dist.all_reduce(squares)
-            errors.append((squares[0] / squares[1]).sqrt().item())
-        rows.append((name, *errors))
-    return rows
+    keys, errors = training.placed(name), []
+    exact = mean_gradient(keys)
+    for loco in ({"err_beta": 0.0}, {"error_feedback": False}):
+        off = torch.stack([(mean_gradient({**keys, "zeropp_loco_param": loco}) - exact).norm(), exact.norm()])
+        squares = off.square()
+        dist.all_reduce(squares)
+        errors.append((squares[0] / squares[1]).sqrt().item())
+    return errors
 
 
 @pytest.mark.quick
 def test_padding_stays_zero(ranks: Any) -> None:
-    answers = ranks(4).run(padding_case)
-    for name, _, largest in (row for rows in answers for row in rows):
+    names, padded = ("NNN", "NIG", "NGG", "III", "GGG"), set()
+    for name, (elements, largest) in ranks(4).each(padding_case, names):
         assert largest == 0, name
-    for index in range(len(answers[0])):
-        assert any(rows[index][1] for rows in answers), answers[0][index]  # some rank has padding
+        padded |= {name} if elements else set()
+    assert padded == set(names)  # on some rank
 
 
-def padding_case() -> list[tuple[str, int, float]]:
-    """Return the number of padding elements in this rank's shards, and their largest value at the boundary,
-    rotated."""
-    job, rows = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2), []
-    for name in ("NNN", "NIG", "NGG", "III", "GGG"):
-        engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"hadamard": True}))
-        optimizer, data = engine.optimizer, training.batches(job)
-        padding = []
-        for number in range(2):
-            training.micro_step(engine, job, number, *next(data))
-            if isinstance(optimizer, Stage12Optimizer):
-                paddings = optimizer.groups_padding
-                padding = [optimizer.shard_gradient(i)[-count:] for i, count in enumerate(paddings) if count]
-            else:
-                rank = training.dist.get_rank(optimizer.dp_process_group)
-                padding = []
-                for param in optimizer.gradients["dense"]._params:
-                    chunk = param.ds_tensor.ds_numel
-                    present = min(chunk, max(0, param.ds_numel - rank * chunk))
-                    padding.append(optimizer.reduction.shards.chunks[param.ds_id][present:])
-            padding = [part.clone() for part in padding if part.numel()]
-            engine.step()
-        largest = max((part.abs().max().item() for part in padding), default=0.0)
-        rows.append((name, sum(part.numel() for part in padding), largest))
-        engine.destroy()
-    return rows
+def padding_case(name: str) -> tuple[int, float]:
+    """Return the padding elements in this rank's shards, and their largest value at the boundary, rotated."""
+    job = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2)
+    engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"hadamard": True}))
+    optimizer, data = engine.optimizer, training.batches(job)
+    padding = []
+    for number in range(2):
+        training.micro_step(engine, job, number, *next(data))
+        if isinstance(optimizer, Stage12Optimizer):
+            paddings = optimizer.groups_padding
+            padding = [optimizer.shard_gradient(i)[-count:] for i, count in enumerate(paddings) if count]
+        else:
+            rank = training.dist.get_rank(optimizer.dp_process_group)
+            padding = []
+            for param in optimizer.gradients["dense"]._params:
+                chunk = param.ds_tensor.ds_numel
+                present = min(chunk, max(0, param.ds_numel - rank * chunk))
+                padding.append(optimizer.reduction.shards.chunks[param.ds_id][present:])
+        padding = [part.clone() for part in padding if part.numel()]
+        engine.step()
+    largest = max((part.abs().max().item() for part in padding), default=0.0)
+    return sum(part.numel() for part in padding), largest
 
 
 def test_dynamic_graphs_offload_and_settings(ranks: Any) -> None:
-    for rows in ranks(4).run(options_case):
-        for case, norms, weights, equal in rows:
-            assert norms < 0.06 and weights < 0.03 and equal, (case, norms, weights)
+    for case, norms, weights, equal in ranks(4).rows(options_case):
+        assert norms < 0.06 and weights < 0.03 and equal, (case, norms, weights)
 
 
 def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:
-    for rows in ranks(4).run(offload_case):
-        for name, weights, devices in rows:
-            assert weights < 1e-6 and devices == [("cpu", name != "NIG")], name
+    for name, (weights, devices) in ranks(4).each(offload_case, ("NIG", "IIG")):
+        assert weights < 1e-6 and devices == [("cpu", name != "NIG")], name
 
 
-def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
-    """Return the largest difference of weights to the same run without offload, the device of errors, and whether they
-    are pinned."""
-    rows, job = [], training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL)
-    for name in ("NIG", "IIG"):
-        keys, devices = training.placed(name, zeropp_loco_param={}), []
-        plain = training.train(job, keys)
-        ours = training.train(
-            job,
-            {**keys, "offload_optimizer": {"device": "cpu", "pin_memory": name != "NIG"}},
-            look=lambda engine, devices=devices: devices.append(
-                (engine.optimizer.error_state.device, engine.optimizer.error_state.pinned)
-            ),
-        )
-        rows.append((name, (ours.weights - plain.weights).abs().max().item(), devices))
-    return rows
+def offload_case(name: str) -> tuple[float, list[tuple[str, bool]]]:
+    """Return the largest difference of weights to the run without offload; where errors are, and whether pinned."""
+    job, devices = training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL), []
+
+    def look(engine: Any) -> None:
+        devices.append((engine.optimizer.error_state.device, engine.optimizer.error_state.pinned))
+
+    keys = training.placed(name, zeropp_loco_param={})
+    plain = training.train(job, keys)
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": name != "NIG"}}
+    ours = training.train(job, keys | offload, look)
+    return (ours.weights - plain.weights).abs().max().item(), devices
 
 
 def options_case() -> list[tuple[str, float, float, bool]]:

@@ -1,7 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Traffic and memory of a pipeline, counted at sockets and storages, compared with the formulas of the strategy
-table."""
+"""Traffic and memory of a pipeline, counted at sockets and storages, match the formulas of the strategy table."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,13 +53,11 @@ def test_bytes_and_memory_match_the_formula(ranks: Any, names: tuple[str, ...]) 
 
 
 def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
-    """Return for each strategy the parameters of this stage, bytes received from each rank in a step, and bytes before
-    it."""
+    """Return for each strategy this stage's parameters, bytes received from ranks in a step, and held before it."""
     rows = []
     for name in names:
         pipe = pipelines.Pipe(micro_batches=MICRO_BATCHES, widths=WIDTHS, tied=False, zero=ZERO)
-        engine = pipelines.make_pipeline(pipe, {"paro_strategy": name, "paro_group_size": 2})
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        engine, data = pipelines.start(pipe, {"paro_strategy": name, "paro_group_size": 2})
         states = []
 
         def note(engine: Any, states: list[Any] = states) -> None:
@@ -97,13 +94,11 @@ def test_stages_exchange_shards_of_tied_gradients(ranks: Any, name: str) -> None
 
 def tied_case(name: str) -> tuple[int, int, int]:
     """Return the messages of tied gradients in a step, elements of the weight, and elements that this rank sends."""
-    engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": name, "paro_group_size": 2})
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine, data = pipelines.start(pipelines.Pipe(), {"paro_strategy": name, "paro_group_size": 2})
     engine.train_batch(data)
     with exchanges() as messages:
         engine.train_batch(data)
     sent = [numel for operation, numel in messages if operation == "tied_gradients_all_to_all"]
-    engine.destroy()
     return len(sent), pipelines.VOCABULARY * pipelines.WIDTH, sum(sent)
 
 
@@ -149,8 +144,7 @@ def collectives_case() -> tuple[int, ...]:
     """Train with NIG; return reductions inside the group and between groups in a step, reductions between groups
     before the last micro-batch's backward and before the flush, and open transfers."""
     pipe = pipelines.Pipe(zero={"reduce_bucket_size": 300, "overlap_comm": True})
-    engine = pipelines.make_pipeline(pipe, {"paro_strategy": "NIG", "paro_group_size": 2})
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine, data = pipelines.start(pipe, {"paro_strategy": "NIG", "paro_group_size": 2})
     engine.train_batch(data)
     open_transfers, early = [], []
     backward = engine._INSTRUCTION_MAP[schedule.BackwardPass]
@@ -173,7 +167,6 @@ def collectives_case() -> tuple[int, ...]:
         changed = {schedule.ReduceTiedGrads: note, schedule.BackwardPass: run}
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **changed}
         engine.train_batch(data)
-    engine.destroy()
     names = [operation for operation, _ in messages]
     inside, between = (names.count(f"{hop}_reduce_scatter") for hop in ("intra", "inter"))
     return inside, between, max(early), *open_transfers[-1]

@@ -8,7 +8,7 @@ import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from tests.harness import pipelines
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, placed
 
 SOME = ("NIG", "IIG")
@@ -25,11 +25,10 @@ def run(
     **pipe: Any,
 ) -> None:
     """Compare, and check bounds that fp32 rounding does not reach; no gradient may be missing."""
-    for rows in ranks(world).run(pipeline_case, names, group, oracles, pipe):
-        for row in rows:
-            assert row.same, row
-            assert row.weights <= bound and row.losses <= bound and row.norms <= norms, row
-            assert row.kind == ("Stage3Optimizer" if row.strategy[:2] in ("IN", "GN", "3 ") else row.kind), row
+    for row in ranks(world).rows(pipeline_case, names, group, oracles, pipe):
+        assert row.same, row
+        assert row.weights <= bound and row.losses <= bound and row.norms <= norms, row
+        assert row.kind == ("Stage3Optimizer" if row.strategy[:2] in ("IN", "GN", "3 ") else row.kind), row
 
 
 def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:
@@ -44,9 +43,10 @@ def test_every_strategy_matches_zero_1(ranks: Any, names: tuple[str, ...]) -> No
     run(ranks, names, oracles=("torch", "1"), micro_batches=3)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, stages, group, names",
-    [(6, 3, 1, SOME), *deep((8, 2, 2, ("NIG", "III")), (4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NNG", "IIG")))],
+    (6, 3, 1, SOME),
+    *deep((8, 2, 2, ("NIG", "III")), (4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NNG", "IIG"))),
 )
 def test_stages_and_groups_of_other_sizes_match_zero_1(
     ranks: Any, world: int, stages: int, group: int, names: tuple[str, ...]
@@ -63,23 +63,21 @@ def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> N
     run(ranks, ("2", "3"))
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "pipe",
-    [
-        {"zero": {**SMALL, "overlap_comm": True}},
-        *deep({"zero": {**SMALL, "contiguous_gradients": False}, "two": 2}),
-        {"zero": {**SMALL, "round_robin_gradients": True}, "groups": 2, "method": "parameters", "checkpointing": 1},
-        *deep({"tied": False, "frozen": (3, 4), "checkpointing": -2}),
-        *deep({"zero": {}, "optimizer": "Adam", "clipping": 0.0, "config": {"wall_clock_breakdown": True}}),
-    ],
+    {"zero": {**SMALL, "overlap_comm": True}},
+    *deep({"zero": {**SMALL, "contiguous_gradients": False}, "two": 2}),
+    {"zero": {**SMALL, "round_robin_gradients": True}, "groups": 2, "method": "parameters", "checkpointing": 1},
+    *deep({"tied": False, "frozen": (3, 4), "checkpointing": -2}),
+    *deep({"zero": {}, "optimizer": "Adam", "clipping": 0.0, "config": {"wall_clock_breakdown": True}}),
     ids=lambda pipe: " ".join([*pipe, *pipe.get("zero", ())]),
 )
 def test_other_options_match_zero_1(ranks: Any, pipe: dict[str, Any]) -> None:
     run(ranks, ("NNG", *SOME) if "overlap_comm" in pipe.get("zero", ()) else SOME, **pipe)
 
 
-@pytest.mark.parametrize(
-    "experts, world, group, names", [(2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))]
+@with_cases(
+    "experts, world, group, names", (2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))
 )
 def test_mixtures_of_experts_match_zero_1(
     ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]
@@ -87,9 +85,10 @@ def test_mixtures_of_experts_match_zero_1(
     run(ranks, names, world, group, oracles=("1",), experts=experts)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "stages, frozen, groups",
-    [(2, (3, 4, 5), 2), *deep((2, (0, 1, 2), 1), (4, (2, 3), 1))],
+    (2, (3, 4, 5), 2),
+    *deep((2, (0, 1, 2), 1), (4, (2, 3), 1)),
     ids=["last", "first", "middle"],
 )
 def test_a_stage_with_nothing_to_train_matches_zero_1(
@@ -109,7 +108,7 @@ def test_optimizer_offload_matches_zero_1(ranks: Any) -> None:
     run(ranks, SOME, optimizer="Adam", zero=zero, config=config)
 
 
-@pytest.mark.parametrize("names", [SOME, *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
+@with_cases("names", SOME, *deep((REPLICATED,), (PARTITIONED,)))
 def test_muon_matches_zero_1(ranks: Any, names: tuple[str, ...]) -> None:
     # The embedding is tied, and trained by Adam. Muon's iterations amplify rounding errors.
     muon: dict[str, Any] = {"oracles": ("1",), "optimizer": "Muon", "bound": 1e-5, "norms": 1e-5}
@@ -143,9 +142,8 @@ def overflow_case() -> list[tuple[str, bool]]:
 
 
 def test_compression_keeps_tied_weights_equal_on_all_stages(ranks: Any, kernels: bool) -> None:
-    for rows in ranks(4).run(loco_case):
-        for name, equal, weights in rows:
-            assert equal and weights < 0.05, (name, equal, weights)
+    for name, equal, weights in ranks(4).rows(loco_case):
+        assert equal and weights < 0.05, (name, equal, weights)
 
 
 def loco_case() -> list[tuple[str, bool, float]]:
@@ -164,16 +162,13 @@ def loco_case() -> list[tuple[str, bool, float]]:
 
 
 def test_tensor_parallel_pipelines_match_zero_1(ranks: Any) -> None:
-    for rows in ranks(8).run(tensor_parallel_case):
-        for row in rows:
-            assert row.same and max(row.weights, row.losses, row.norms) < 1e-6, row
+    for row in ranks(8).rows(tensor_parallel_case):
+        assert row.same and max(row.weights, row.losses, row.norms) < 1e-6, row
 
 
 def tensor_parallel_case() -> list[Any]:
-    """Return the distance from ZeRO-1 with 2 stages of 2 data-parallel and 2 tensor-parallel ranks each.
-
-    Layers are not sharded; activations between stages are, as in DeepSpeed.
-    """
+    """Return the distance from ZeRO-1 with 2 stages of 2 data-parallel and 2 tensor-parallel ranks each. Layers are
+    not sharded; activations between stages are, as in DeepSpeed."""
     pipe, topology = pipelines.Pipe(2, 2, 2, zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1}, topology=topology)
     ours = {name: pipelines.train_pipeline(pipe, placed(name, 1), topology=topology) for name in SOME}
@@ -181,18 +176,11 @@ def tensor_parallel_case() -> list[Any]:
 
 
 def test_evaluation_between_steps(ranks: Any) -> None:
-    for losses in ranks(4).run(evaluation_case):
-        assert losses["NIG"] == losses["1"] and losses["IIG"] == losses["1"], losses
+    (_, stock), *answers = ranks(4).each(evaluation_case, ("1", "NIG", "IIG"))
+    assert all(losses == stock for _, losses in answers), (stock, answers)
 
 
-def evaluation_case() -> dict[str, list[float]]:
+def evaluation_case(name: str) -> list[float]:
     """Return losses of alternating training and evaluation."""
-    losses_by_engine = {}
-    for name in ("1", "NIG", "IIG"):
-        engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1))
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
-        losses_by_engine[name] = []
-        for _ in range(2):
-            losses_by_engine[name] += [round(float(run(data)), 5) for run in (engine.train_batch, engine.eval_batch)]
-        engine.destroy()
-    return losses_by_engine
+    engine, data = pipelines.start(pipelines.Pipe(), placed(name, 1))
+    return [round(float(run(data)), 5) for run in (engine.train_batch, engine.eval_batch) * 2]

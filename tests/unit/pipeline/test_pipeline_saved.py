@@ -26,37 +26,29 @@ SOME, OTHERS = ("NIG", "IIG"), ("NNG", "III")
 def test_a_resumed_pipeline_matches_an_uninterrupted_run(
     ranks: Any, tmp_path: Path, tied: bool, experts: int, names: tuple[str, ...]
 ) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), tied, experts, names):
-        for name, same_weights, same_losses in rows:
-            assert same_weights and same_losses, (name, same_weights, same_losses)
+    for name, (same_weights, same_losses) in ranks(4).each(resume_case, names, str(tmp_path), tied, experts):
+        assert same_weights and same_losses, (name, same_weights, same_losses)
 
 
-def resume_case(folder: str, tied: bool, experts: int, names: tuple[str, ...]) -> list[tuple[str, bool, bool]]:
+def resume_case(name: str, folder: str, tied: bool, experts: int) -> tuple[bool, bool]:
     """Return strategies, and whether weights and losses after a load are bitwise equal to the saved run's."""
     pipe = pipelines.Pipe(2, 2, optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2, experts=experts)
-    rows = []
-    for name in names:
-        engine = pipelines.make_pipeline(pipe, placed(name, 1))
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
-        engine.train_batch(data)
-        engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
-        losses = [float(engine.train_batch(data)) for _ in range(2)]
-        weights, _ = pipelines.everybodys_weights(engine.module)
-        engine.destroy()
-
-        engine = pipelines.make_pipeline(pipe, placed(name, 1))
-        engine.train_batch(pipelines.batches(7))  # something to be overwritten
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
-        for _ in range(pipe.micro_batches):
-            next(data)
-        path, client_state = engine.load_checkpoint(f"{folder}/{name}")
-        assert path and client_state["epoch"] == 5
-        again = [float(engine.train_batch(data)) for _ in range(2)]
-        resumed, equal = pipelines.everybodys_weights(engine.module)
-        equal = equal and all(torch.equal(resumed[key], value) for key, value in weights.items())
-        rows.append((name, equal, again == losses))
-        engine.destroy()
-    return rows
+    engine, data = pipelines.start(pipe, placed(name, 1))
+    engine.train_batch(data)
+    engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
+    losses = [float(engine.train_batch(data)) for _ in range(2)]
+    weights, _ = pipelines.everybodys_weights(engine.module)
+    engine.destroy()
+    engine, data = pipelines.start(pipe, placed(name, 1))
+    engine.train_batch(pipelines.batches(7))  # something to be overwritten
+    for _ in range(pipe.micro_batches):
+        next(data)
+    path, client_state = engine.load_checkpoint(f"{folder}/{name}")
+    assert path and client_state["epoch"] == 5
+    again = [float(engine.train_batch(data)) for _ in range(2)]
+    resumed, equal = pipelines.everybodys_weights(engine.module)
+    equal = equal and all(torch.equal(resumed[key], value) for key, value in weights.items())
+    return equal, again == losses
 
 
 @pytest.mark.parametrize("saved, loaded", [("NIG", "1"), ("IIG", "GGG"), *deep(("1", "NIG"), ("NIG", "NNG"))])
@@ -117,10 +109,9 @@ def full_states(engine: Any) -> dict[str, Any]:
 
 
 def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(weights_case, str(tmp_path)):
-        for name, loaded, trained in rows:
-            assert loaded == 0.0, name
-            assert trained < 1e-6, name  # from the weights that were loaded
+    for name, loaded, trained in ranks(4).rows(weights_case, str(tmp_path)):
+        assert loaded == 0.0, name
+        assert trained < 1e-6, name  # from the weights that were loaded
 
 
 def weights_case(folder: str) -> list[tuple[str, float, float]]:
@@ -155,8 +146,7 @@ def test_a_missing_layer_is_named_before_anything_changes(ranks: Any, tmp_path: 
 
 def missing_case(folder: str) -> tuple[str, bool]:
     """Return the error of a load without one layer's file, and whether it has changed anything."""
-    engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine, data = pipelines.start(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
     engine.train_batch(data)
     engine.save_checkpoint(folder, tag="a")
     engine.train_batch(data)
@@ -166,5 +156,4 @@ def missing_case(folder: str) -> tuple[str, bool]:
     dist.barrier()
     message = error_of(engine.load_checkpoint, folder, tag="a")
     after, _ = pipelines.everybodys_weights(engine.module)
-    engine.destroy()
     return message, not all(torch.equal(after[key], before[key]) for key in before)

@@ -24,6 +24,7 @@ from deepspeed_ext.strategy import STRATEGIES
 from tests.harness import pipelines
 from tests.harness.logs import logged
 from tests.harness.snapshots import error_of
+from tests.harness.training import placed
 
 NIG = {"paro_strategy": "NIG", "paro_group_size": 1}
 DIFFERENT: dict[str, tuple[dict[str, Any], int]] = {
@@ -92,18 +93,14 @@ def refused_case() -> list[str]:
 
 
 def test_plain_stage_3_has_the_units_of_GGG(ranks: Any) -> None:
-    for plain, strategy in ranks(4).run(units_case):
-        assert plain == strategy != []
+    answers = [units for _, units in ranks(4).each(units_case, ({"stage": 3}, {"paro_strategy": "GGG"}))]
+    assert answers[::2] == answers[1::2] and all(answers), answers
 
 
-def units_case() -> list[list[str]]:
-    """Return the names of units in a pipeline at plain stage 3, and with G-G-G."""
-    names = []
-    for zero in ({"stage": 3}, {"paro_strategy": "GGG"}):
-        engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
-        names.append([name for name, module in engine.module.named_modules() if is_set_by_choice(module)])
-        engine.destroy()
-    return names
+def units_case(zero: dict[str, Any]) -> list[str]:
+    """Return the names of units in a pipeline."""
+    engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
+    return [name for name, module in engine.module.named_modules() if is_set_by_choice(module)]
 
 
 def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:
@@ -148,28 +145,23 @@ def test_without_a_strategy_the_engine_is_deepspeeds(ranks: Any, zero: dict[str,
 
 def stock_case(zero: dict[str, Any]) -> str:
     """Return the class of the engine."""
-    engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
-    engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
-    name = type(engine).__name__
-    engine.destroy()
-    return name
+    engine, data = pipelines.start(pipelines.Pipe(), zero)
+    engine.train_batch(data)
+    return type(engine).__name__
 
 
 def test_destroyed_engines_keep_no_more_groups_than_stock(ranks: Any) -> None:
-    for stock, ours in ranks(4).run(remaining_groups_case):
-        assert ours == stock > 0
+    numbers = [number for _, number in ranks(4).each(remaining_groups_case, ("1", "NII"))]
+    assert numbers[::2] == numbers[1::2] and all(numbers), numbers
 
 
-def remaining_groups_case() -> list[int]:
-    """Return the number of process groups that remain after an engine is destroyed: DeepSpeed's, and a strategy's."""
-    numbers_of_groups = []
-    for zero in ({"stage": 1}, {"paro_strategy": "NII", "paro_group_size": 1}):
-        before = len(distributed_c10d._world.pg_map)
-        engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
-        engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
-        engine.destroy()
-        numbers_of_groups.append(len(distributed_c10d._world.pg_map) - before)
-    return numbers_of_groups
+def remaining_groups_case(name: str) -> int:
+    """Return the number of process groups that remain after an engine is destroyed."""
+    before = len(distributed_c10d._world.pg_map)
+    engine, data = pipelines.start(pipelines.Pipe(), placed(name, 1))
+    engine.train_batch(data)
+    engine.destroy()
+    return len(distributed_c10d._world.pg_map) - before
 
 
 def test_the_log_explains_one_data_parallel_rank_per_node(ranks: Any) -> None:

@@ -16,6 +16,7 @@ from deepspeed_ext.planner.memory import Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from tests.harness.step_simulator import simulate_step
+from tests.harness.tiers import with_cases
 
 pytestmark = pytest.mark.quick
 
@@ -177,18 +178,16 @@ MUON = replace(MODEL, matrices=STATES.gradients)
 ROUND = 1 / 8
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, orthogonalizing, between, within, added",
-    [
-        # IIG's ranks exchange half of what a reduction moves, in 0.4 s, and each orthogonalizes an eighth.
-        ("IIG", 8 * 4.0, 0.8, 1e-3, 4.0 + 0.4 * ROUND),  # the first round to owners, and the last one back
-        ("IIG", 8 * 0.1, 0.8, 1e-3, 0.4),  # all of it under the exchange
-        ("IIG", 0.0, 0.8, 1e-3, 0.4),
-        # III's exchange as much as a reduction moves inside the group, and each orthogonalizes half.
-        ("III", 2 * 4.0, 0.8, 0.4, 4.0 + 0.4 * ROUND),
-        ("III", 2 * 0.1, 0.8, 0.4, 0.4),
-        ("NNN", 2 * 4.0, 0.8, 1e-3, 4.0),
-    ],
+    # IIG's ranks exchange half of what a reduction moves, in 0.4 s, and each orthogonalizes an eighth.
+    ("IIG", 8 * 4.0, 0.8, 1e-3, 4.0 + 0.4 * ROUND),  # the first round to owners, and the last one back
+    ("IIG", 8 * 0.1, 0.8, 1e-3, 0.4),  # all of it under the exchange
+    ("IIG", 0.0, 0.8, 1e-3, 0.4),
+    # III's exchange as much as a reduction moves inside the group, and each orthogonalizes half.
+    ("III", 2 * 4.0, 0.8, 0.4, 4.0 + 0.4 * ROUND),
+    ("III", 2 * 0.1, 0.8, 0.4, 0.4),
+    ("NNN", 2 * 4.0, 0.8, 1e-3, 4.0),
 )
 def test_matrices_are_orthogonalized_while_others_travel(
     name: str, orthogonalizing: float, between: float, within: float, added: float

@@ -18,8 +18,8 @@ from deepspeed.utils import groups
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, hyphenate
-from tests.harness.frozen_models import make_engine
 from tests.harness.logs import is_ours, logged
+from tests.harness.networks import make_partly_frozen
 
 # Between groups a tenth of what is within, and no latencies.
 SLOW_LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)
@@ -27,14 +27,8 @@ FLOPS = 1e12  # a second
 
 
 def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_LINKS, zero_init: bool = False) -> Any:
-    """Return the strategy, stage and optimizer of an engine, and the warnings of this package.
-
-    Args:
-        zero: keys of ``zero_optimization``.
-        config: other keys.
-        rates: of the links, or a list with the rates that each rank measures; None if they must not be measured.
-        zero_init: whether the model is made in ``zero.Init``.
-    """
+    """Return the strategy, stage and optimizer of an engine with keys of ``zero_optimization`` and others, and our
+    warnings. ``rates`` are of the links, or those that each rank measures; None if they must not be measured."""
     own_rates = rates[dist.get_rank()] if isinstance(rates, list) else rates
 
     def measure(*_: Any) -> Rates:
@@ -51,7 +45,7 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
         mock.patch.object(probe, "measure_flops", flops),
         logged() as lines,
     ):
-        engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
+        engine = make_partly_frozen(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
     kind, strategy = type(engine.optimizer).__name__, engine._config.zero_config.paro_strategy
     chosen = (strategy, engine.zero_optimization_stage(), kind)
     engine.destroy()

@@ -73,8 +73,7 @@ def test_a_rate_is_that_of_what_a_rank_receives(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_compute_is_estimated_rather_too_low() -> None:
-    """Of micro-steps of 3 samples: of a plain model, of language models with few and with many positions, and of
-    experts of which a token is sent to one."""
+    """With 3 samples: of a plain model, language models with few and many positions, and experts, one for a token."""
     model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 20, bias=False), nn.Linear(20, 10, bias=False))
     model[2].requires_grad_(False)
     plain = micro_step_flops(model, 3)

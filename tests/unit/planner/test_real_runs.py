@@ -39,10 +39,7 @@ def saved(name: str, folder: str) -> tuple[int, int]:
     """Train a strategy and save it; return the numbers of trained parameters and of all."""
     job = training.Job(sizes=(512, 1023, 1024, 600), empty=False, optimizer="AdamW", frozen=(1,), dtype="bf16")
     loco = {} if name == "NNN" else {"zeropp_loco_param": {}}
-    engine, model = training.make_engine(job, training.placed(name, 2, **loco))
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    engine.step()
+    engine, model = training.make_trained(job, training.placed(name, 2, **loco))
     engine.save_checkpoint(folder, "tag")
     numels = [(param.requires_grad, getattr(param, "ds_numel", param.numel())) for param in model.parameters()]
-    engine.destroy()
     return sum(numel for trained, numel in numels if trained), sum(numel for _, numel in numels)

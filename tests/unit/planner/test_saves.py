@@ -16,6 +16,7 @@ from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from deepspeed_ext.tools.plan.saves import Family, SaveFiles, Saves, Schedule, daly, predict_saves, share_lost, young
+from tests.harness.tiers import with_cases
 
 pytestmark = pytest.mark.quick
 
@@ -58,15 +59,13 @@ def test_intervals_are_those_of_dalys_figures(mtbf: float, minutes: float, digit
     assert share_lost(15, 1e9, 1e9, 15) == 1.0
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "held, lasts, restart",
-    [
-        (60.0, 60.0, 300.0),  # synchronous
-        (5.0, 100.0, 0.0),  # asynchronous: more is trained between saves than while one is written
-        (5.0, 100.0, 3000.0),  # and many restarts fail
-        (1.0, 900.0, 60.0),  # the next save waits for the last one
-        (0.0, 50.0, 60.0),  # nothing holds training up
-    ],
+    (60.0, 60.0, 300.0),  # synchronous
+    (5.0, 100.0, 0.0),  # asynchronous: more is trained between saves than while one is written
+    (5.0, 100.0, 3000.0),  # and many restarts fail
+    (1.0, 900.0, 60.0),  # the next save waits for the last one
+    (0.0, 50.0, 60.0),  # nothing holds training up
 )
 def test_a_simulation_of_failures_loses_the_same_and_least(held: float, lasts: float, restart: float) -> None:
     mtbf = 7200.0
@@ -89,14 +88,12 @@ def test_bytes_of_files_by_hand(name: str) -> None:
     assert (files.states, files.errors, *files.weights) == ((writers, states), (8, ERRORS), weights)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, m, size, writers, states",
-    [
-        ("NII", 4, 2, 4, 4.8e9 / 4 + 2.4e9 / 2),
-        ("NII", 2, 4, 4, 4.8e9 / 2 + 2.4e9),  # every group has other experts
-        ("NNN", 4, 4, 4, 4.8e9 + 2.4e9),
-        ("NIG", 4, 2, 8, 4.8e9 / 8 + 2.4e9 / 4),
-    ],
+    ("NII", 4, 2, 4, 4.8e9 / 4 + 2.4e9 / 2),
+    ("NII", 2, 4, 4, 4.8e9 / 2 + 2.4e9),  # every group has other experts
+    ("NNN", 4, 4, 4, 4.8e9 + 2.4e9),
+    ("NIG", 4, 2, 8, 4.8e9 / 8 + 2.4e9 / 4),
 )
 def test_ranks_that_have_all_experts_together_write_them(
     name: str, m: int, size: int, writers: int, states: float
@@ -176,14 +173,12 @@ def test_asynchronous_saves_pin_what_a_rank_writes() -> None:
     assert alone.host == pytest.approx(3.2e9 + 1.2e9), "without other groups no errors are kept"
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "figure, value, message",
-    [
-        ("mtbf", math.inf, "mtbf must be a finite number above 0, got inf"),
-        ("disk", 0.0, "disk must be a finite number above 0, got 0.0"),
-        ("shared", -1.0, "shared must be above 0, got -1.0"),
-        ("restart", math.nan, "restart must be a finite number of at least 0, got nan"),
-    ],
+    ("mtbf", math.inf, "mtbf must be a finite number above 0, got inf"),
+    ("disk", 0.0, "disk must be a finite number above 0, got 0.0"),
+    ("shared", -1.0, "shared must be above 0, got -1.0"),
+    ("restart", math.nan, "restart must be a finite number of at least 0, got nan"),
 )
 def test_figures_out_of_bounds_are_refused(figure: str, value: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -12,6 +12,7 @@ from deepspeed_ext.config.implied import imply_stage_in_section
 from deepspeed_ext.config.section import ParoZeroConfig, parse_section
 from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 from deepspeed_ext.tools.main import main
+from tests.harness.tiers import with_cases
 
 SCRIPT = """
 import json, os, sys
@@ -52,13 +53,11 @@ def test_a_script_gets_its_arguments_and_the_variable(
         report("--", "script.py")
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "arguments, said",
-    [
-        ((), "report runs a script, as in: torchrun ... -m deepspeed_ext report -- script.py --its-arguments; got"),
-        (("--", "none.py"), "got 'none.py', which is not a file."),
-        (("--after", "1", "--", __file__), "report.after must be an integer of at least 2 (optimizer steps), got 1"),
-    ],
+    ((), "report runs a script, as in: torchrun ... -m deepspeed_ext report -- script.py --its-arguments; got"),
+    (("--", "none.py"), "got 'none.py', which is not a file."),
+    (("--after", "1", "--", __file__), "report.after must be an integer of at least 2 (optimizer steps), got 1"),
 )
 def test_what_cannot_run_is_refused(
     report: Callable[..., None], arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]

@@ -65,23 +65,22 @@ def test_what_others_put_on_the_engine_stays_there() -> None:
     assert engine.global_steps == 20
 
 
-def without_section(folder: str) -> None:
-    """Train without ``zero_optimization``, and with ``true`` for it; leave a report of each."""
-    for name, section in (("none", {}), ("true", {"zero_optimization": True})):
-        settings = ReportSettings(folder=f"{folder}/{name}", after=AFTER, steps=STEPS)
-        model = torch.nn.Linear(4, 4)
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, **section}
-        with mock.patch.dict(os.environ, {REPORT_VARIABLE: settings.as_variable()}), links_given():
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-            for _ in range(settings.last + 1):
-                engine.backward(engine(torch.ones(1, 4)).mean())
-                engine.step()
-        engine.destroy()
+def without_section(case: tuple[str, dict[str, bool]], folder: str) -> None:
+    """Train with these keys at the top level, and leave a report."""
+    name, section = case
+    settings = ReportSettings(folder=f"{folder}/{name}", after=AFTER, steps=STEPS)
+    model = torch.nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, **section}
+    with mock.patch.dict(os.environ, {REPORT_VARIABLE: settings.as_variable()}), links_given():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        for _ in range(settings.last + 1):
+            engine.backward(engine(torch.ones(1, 4)).mean())
+            engine.step()
 
 
 def test_a_training_without_a_section_is_reported_on(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(without_section, str(tmp_path))
+    ranks(2).each(without_section, {"none": {}, "true": {"zero_optimization": True}}.items(), str(tmp_path))
     reports_by_probe = {name: json.loads((tmp_path / name / "report.json").read_text()) for name in ("none", "true")}
     called = {name: report["training"]["called"] for name, report in reports_by_probe.items()}
     assert called == {"none": "training without ZeRO", "true": "ZeRO-1"}
@@ -135,8 +134,7 @@ def pipeline(folder: str, name: str) -> list[str]:
     """Losses of two pipelines that train the same, of which the second is reported on."""
     losses = []
     for more in ({}, {"paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}):
-        engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1, **more))
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        engine, data = pipelines.start(pipelines.Pipe(), placed(name, 1, **more))
         with links_given():
             losses.append(str([engine.train_batch(data).item() for _ in range(10)]))
         assert "train_batch" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from scripts.emulation.launching import environment
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 PAYLOAD = 2_000_000
 MBIT = 80
@@ -137,17 +137,15 @@ def test_bytes_between_nodes_are_counted_and_limited(start: Start) -> None:
     assert to_0 == pytest.approx(from_1, rel=0.01) and to_1 == pytest.approx(from_0, rel=0.1)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     ("how", "number", "status"),
-    [
-        ("fails", None, 3),
-        ("waits", signal.SIGTERM, 128 + signal.SIGTERM),
-        *deep(
-            ("succeeds", None, 0),
-            ("waits", signal.SIGINT, 128 + signal.SIGINT),
-            ("waits", signal.SIGHUP, 128 + signal.SIGHUP),
-        ),
-    ],
+    ("fails", None, 3),
+    ("waits", signal.SIGTERM, 128 + signal.SIGTERM),
+    *deep(
+        ("succeeds", None, 0),
+        ("waits", signal.SIGINT, 128 + signal.SIGINT),
+        ("waits", signal.SIGHUP, 128 + signal.SIGHUP),
+    ),
 )
 def test_the_cluster_leaves_no_process_or_namespace(
     start: Start, tmp_path: Path, how: str, number: int | None, status: int

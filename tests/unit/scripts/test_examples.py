@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import examples
 from tests.harness.frameworks.comparison import needs
-from tests.harness.package_versions import since
+from tests.harness.tiers import since
 
 # What rank 0 logs, what losses begin with, and the packages that they need.
 EXAMPLES = {

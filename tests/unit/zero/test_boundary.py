@@ -166,8 +166,7 @@ def run_with_all_reduce(groups: list[Group], act: Callable[[Group, Callable[[Ten
 @settings(max_examples=80, deadline=None)
 @given(data=some.data(), widths=some.lists(some.integers(1, 12), min_size=1, max_size=8), limit=some.integers(1, 60))
 def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit: int) -> None:
-    """Gradients come in any order, some repeatedly: groups send the same buckets in one order, and each gradient
-    once."""
+    """Gradients come in any order, some repeatedly: groups send equal buckets in one order, each gradient once."""
     params = parameters(widths, [data.draw(some.sampled_from(DTYPES)) for _ in widths])
     groups = [Group(params, limit) for _ in range(2)]
     for step in range(3):

@@ -18,7 +18,7 @@ from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import experts, networks, training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import NOTHING_KEPT, PARTITIONED, REPLICATED, placed
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters, so that message headers and norms are negligible
@@ -49,9 +49,7 @@ def check(
     exchange: Callable[[Strategy], Volume] = lambda strategy: Volume(),
 ) -> None:
     """Compare each micro-step with the formula: traffic that is due once per step must be sent at the boundary.
-
-    ``exchange`` returns further traffic of a step.
-    """
+    ``exchange`` returns further traffic of a step."""
     for name, counted in rows:
         micro_step, rest = Volume(), exchange(STRATEGIES[name])
         for phase in STRATEGIES[name].phases(cluster, states):
@@ -78,21 +76,18 @@ BUCKETED = ("NIG", "NGG", "ING", "IIG", "GGG")
 SHAPES = ((4, 2, 3), (6, 3, 1), (6, 3, 2), (4, 2, 1), (4, 2, 4), (6, 2, 4))
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, group, accumulation, names, zero, frozen",
-    [
-        (6, 3, 2, ("NII", "NIG"), {}, ()),
-        (6, 3, 2, ("INI", "IGG"), {}, ()),
-        (6, 3, 1, ("NIG",), {"paro_reduce": "ordered_everywhere"}, ()),
-        # Not the first layer: without a gradient to compute, backward would not need its parameters.
-        (4, 2, 2, ("IIG",), ON_HOST, (1,)),
-        (4, 2, 1, ("NGG", "GGG"), {**ONE_BUCKET, "overlap_comm": True}, (1,)),
-        *deep(*((*shape, names, {}, ()) for shape in SHAPES for names in (REPLICATED, PARTITIONED))),
-        *deep(*((4, 2, 2, names, {}, (1,)) for names in (REPLICATED, PARTITIONED))),
-        *deep((4, 2, 2, ("ING", "IIG", "IGG"), ON_HOST, (1,)), (4, 2, 1, BUCKETED, ONE_BUCKET, ())),
-        *deep((4, 2, 1, BUCKETED, {**ONE_BUCKET, "overlap_comm": True}, ())),
-    ],
-    ids=by_strategies,
+    (6, 3, 2, ("NII", "NIG"), {}, ()),
+    (6, 3, 2, ("INI", "IGG"), {}, ()),
+    (6, 3, 1, ("NIG",), {"paro_reduce": "ordered_everywhere"}, ()),
+    # Not the first layer: without a gradient to compute, backward would not need its parameters.
+    (4, 2, 2, ("IIG",), ON_HOST, (1,)),
+    (4, 2, 1, ("NGG", "GGG"), {**ONE_BUCKET, "overlap_comm": True}, (1,)),
+    *deep(*((*shape, names, {}, ()) for shape in SHAPES for names in (REPLICATED, PARTITIONED))),
+    *deep(*((4, 2, 2, names, {}, (1,)) for names in (REPLICATED, PARTITIONED))),
+    *deep((4, 2, 2, ("ING", "IIG", "IGG"), ON_HOST, (1,)), (4, 2, 1, BUCKETED, ONE_BUCKET, ())),
+    *deep((4, 2, 1, BUCKETED, {**ONE_BUCKET, "overlap_comm": True}, ())),
 )
 def test_bytes_within_and_between_groups(
     ranks: Any,
@@ -107,14 +102,12 @@ def test_bytes_within_and_between_groups(
     check(rows, GroupSizes(world, group), states_of(params), accumulation)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, accumulation, loco, updates, names",
-    [
-        (4, 2, {}, {}, ("III",)),
-        (6, 1, None, {"bits": 8, "block_size": 64}, ("NNN", "IGG")),
-        *deep(*((4, 2, loco, updates, HELD) for loco, updates in ((None, {}), ({}, {}), ({}, None)))),
-        *deep((6, 1, None, {"bits": 8, "block_size": 64}, HELD)),
-    ],
+    (4, 2, {}, {}, ("III",)),
+    (6, 1, None, {"bits": 8, "block_size": 64}, ("NNN", "IGG")),
+    *deep(*((4, 2, loco, updates, HELD) for loco, updates in ((None, {}), ({}, {}), ({}, None)))),
+    *deep((6, 1, None, {"bits": 8, "block_size": 64}, HELD)),
 )
 def test_bytes_of_quantized_gradients_and_updates(
     ranks: Any,
@@ -134,13 +127,10 @@ def test_bytes_of_quantized_gradients_and_updates(
     check(rows, GroupSizes(world, 2), states_of(params), accumulation, sent)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, group, accumulation, names",
-    [
-        (4, 2, 2, ("NIG", "ING")),
-        *deep(*((*shape, names) for shape in ((4, 2, 2), (6, 3, 1)) for names in (REPLICATED, PARTITIONED))),
-    ],
-    ids=by_strategies,
+    (4, 2, 2, ("NIG", "ING")),
+    *deep(*((*shape, names) for shape in ((4, 2, 2), (6, 3, 1)) for names in (REPLICATED, PARTITIONED))),
 )
 def test_muon_exchanges_parts_of_matrices_once_a_step(
     ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]
@@ -165,7 +155,7 @@ def test_without_stripes_only_divided_matrices_are_exchanged(ranks: Any) -> None
     check(rows, GroupSizes(4, 2), states_of(params), 1, exchange=lambda strategy: exchange.get(strategy.os, Volume()))
 
 
-@pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((("NNN", "NGG", "III", "IGG"),))], ids=by_strategies)
+@with_cases("names", ("NIG", "IIG"), *deep((("NNN", "NGG", "III", "IGG"),)))
 def test_a_skipped_step_sends_no_updates(ranks: Any, kernels: bool, names: tuple[str, ...]) -> None:
     """A full update that is due in the skipped step is sent with the next one."""
     zero = {**LARGER_BUCKETS, "paro_quantized_updates": {"resync_T": 3}}
@@ -190,16 +180,13 @@ def bytes_case(
     **details: Any,
 ) -> tuple[list[Parameter], list[Row]]:
     """Return this rank's parameters, and for each strategy the mean bytes per rank of the micro-steps of some steps.
-
-    Muon does not iterate here: the iteration sends nothing and is slow.
-    """
+    Muon does not iterate here: the iteration sends nothing and is slow."""
     job = training.Job(
         **{"sizes": SIZES, "empty": False, "accumulation": accumulation, "zero": zero, "steps": steps + 1, **details}
     )
     rows: list[Row] = []
     for name in names:
-        engine, model = training.make_engine(job, placed(name, group, **NOTHING_KEPT))
-        data = training.batches(job)
+        engine, model, data = training.begin(job, placed(name, group, **NOTHING_KEPT))
         meters = [TrafficMeter() for _ in range(steps * accumulation)]
         # A step of one micro-step precedes: it records the order of the modules, which ranks compare once.
         for number, meter in enumerate([TrafficMeter(), *meters]):
@@ -257,10 +244,10 @@ class Wide(experts.SmallMixtral):
     width, inner = 160, 320
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, optimizer",
-    [(("IIG",), "Muon"), *deep((("III", "ING", "IIG", "IGG", "GGG"), "SGD"), (("III", "IGG"), "Muon"))],
-    ids=by_strategies,
+    (("IIG",), "Muon"),
+    *deep((("III", "ING", "IIG", "IGG", "GGG"), "SGD"), (("III", "IGG"), "Muon")),
 )
 def test_sharded_experts_are_gathered_among_their_ranks(ranks: Any, names: tuple[str, ...], optimizer: str) -> None:
     job = {"sizes": (256, 511, 300), "network": Wide, "optimizer": optimizer, "config": experts.autoep(2)}
@@ -286,8 +273,7 @@ def test_records_and_traces_name_each_hop(ranks: Any) -> None:
 
 
 def logger_case() -> tuple[set[str], set[str]]:
-    """Train a step of NIG with collectives; return the records in DeepSpeed's comms logger and the labels in a
-    trace."""
+    """Train a step of NIG with collectives; return records in DeepSpeed's comms logger and labels in a trace."""
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
     with mock.patch.object(collectives, "backend_of", lambda group: "nccl"), torch.profiler.profile() as profile:
         training.train(job, {"paro_strategy": "NIG", "paro_group_size": 2})

@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
-import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 from deepspeed_ext.strategy import STRATEGIES
+from tests.harness.tiers import with_cases
 from tests.harness.training import whole_weights
 
 CONFIG = {
@@ -56,9 +56,7 @@ def differences(strategy: str, **how: Any) -> tuple[float, float]:
     return (ours - stock).abs().max().item(), (ours - first).abs().max().item()
 
 
-@pytest.mark.parametrize(
-    "strategy, beside", [("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis")]
-)
+@with_cases("strategy, beside", ("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis"))
 def test_sequence_parallel_ranks_form_one_replica(ranks: Any, strategy: str, beside: str) -> None:
     for from_stock, from_first in ranks(4).run(sequence_parallel_case, strategy, beside):
         assert from_stock < 1e-6 and from_first == 0
@@ -77,16 +75,14 @@ def sequence_parallel_case(strategy: str, parallelism: str) -> tuple[float, floa
 IIG = {"paro_strategy": "IIG", "paro_group_size": 2}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "given, zero, keys",
-    [
-        ("config", {"paro_strategy": "NIG", "paro_group_size": 2}, "paro_strategy and paro_group_size"),
-        ("config", {"paro_strategy": "fastest"}, "paro_strategy"),
-        ("config", {"stage": 3, "stage3_leaf_bytes": True}, "stage3_leaf_bytes"),
-        ("config", {"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param"),
-        ("mesh_param", IIG, "paro_strategy and paro_group_size"),
-        ("by an earlier engine", IIG, "paro_strategy and paro_group_size"),
-    ],
+    ("config", {"paro_strategy": "NIG", "paro_group_size": 2}, "paro_strategy and paro_group_size"),
+    ("config", {"paro_strategy": "fastest"}, "paro_strategy"),
+    ("config", {"stage": 3, "stage3_leaf_bytes": True}, "stage3_leaf_bytes"),
+    ("config", {"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param"),
+    ("mesh_param", IIG, "paro_strategy and paro_group_size"),
+    ("by an earlier engine", IIG, "paro_strategy and paro_group_size"),
     ids=str,
 )
 def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, given: str, zero: dict[str, Any], keys: str) -> None:
@@ -101,8 +97,7 @@ def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, given: str, zer
 
 
 def mesh_case(zero: dict[str, Any], source: str) -> None:
-    """Create an engine with two data-parallel ranks of two sequence-parallel ranks each, or after one that had
-    them."""
+    """Create an engine with two data-parallel ranks of two sequence-parallel ranks, or after one that had them."""
     if source == "by an earlier engine":
         make_engine({"stage": 3}, ON_MESH).destroy()
     mesh: dict[str, Any] = {"mesh_param": (2, 2)} if source == "mesh_param" else {}
@@ -127,8 +122,7 @@ def test_a_stock_engine_reshards_a_model_of_ours(ranks: Any) -> None:
 
 
 def takeover_case() -> float:
-    """Return the distance of a stock engine on a mesh, over the model of one of our engines, from one over a new
-    model."""
+    """Return how far a stock engine on a mesh, over the model of an engine of ours, is from one over a new model."""
     expected = train(make_engine({"stage": 3}, ON_MESH))
     deepspeed.utils.groups.mesh_device = None  # which DeepSpeed keeps
     engine = make_engine({"paro_strategy": "INI", "paro_group_size": 2}, {})

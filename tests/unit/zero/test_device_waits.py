@@ -22,7 +22,7 @@ from tests.harness.logs import logged
 from tests.harness.networks import SQUARE
 from tests.harness.stream_cases import micro_step
 from tests.harness.stream_order import asking, device_with_streams
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
 BY_PARAMETER = {"sub_group_size": 100}
@@ -45,8 +45,7 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
 
     for name in names:
         with device_with_streams() as order:
-            engine, model = training.make_engine(job, placed(name, **zero))
-            data = training.batches(job)
+            engine, model, data = training.begin(job, placed(name, **zero))
             batches = [next(data) for _ in range(8)]
             gc.collect()  # an earlier engine; if it ended now, the host would wait
             with order.watch(), asking(order):
@@ -62,17 +61,12 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
     return waits
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, config, zero, names",
-    [
-        ("fp16", {}, {}, ("NIG", "IIG")),
-        # The scale of torch's scaler is on the device; each message in four bits needs it.
-        *deep(
-            ("fp32", {"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"zeropp_loco_param": {}}, ("IIG",))
-        ),
-        *deep(("fp16", {}, {}, (*REPLICATED, *PARTITIONED))),
-    ],
-    ids=by_strategies,
+    ("fp16", {}, {}, ("NIG", "IIG")),
+    # The scale of torch's scaler is on the device; each message in four bits needs it.
+    *deep(("fp32", {"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"zeropp_loco_param": {}}, ("IIG",))),
+    *deep(("fp16", {}, {}, (*REPLICATED, *PARTITIONED))),
 )
 def test_the_host_waits_only_to_decide_a_step(
     ranks: Any, kernels: bool, dtype: str, config: dict[str, Any], zero: dict[str, Any], names: tuple[str, ...]
@@ -109,8 +103,7 @@ def scales_case() -> list[tuple[float, float]]:
     data = training.batches(job)
     scales = []
     for number in range(job.steps):
-        training.micro_step(engine, job, number, *next(data))
-        engine.step()
+        training.step(engine, job, number, data)
         optimizer = engine.optimizer
         scales.append((optimizer.torch_autocast_gradscaler.get_scale(), optimizer.gradient_scale.value()))
     return scales
@@ -253,23 +246,18 @@ def early_case() -> list[str]:
 
 
 def test_a_step_does_not_wait_for_pageable_copies(ranks: Any) -> None:
-    for pinned, pageable in ranks(4).run(windows_case):
-        assert set(pinned) == {True} and set(pageable) == {False}, (pinned, pageable)
+    for pinned, complete in ranks(4).each(windows_case, (True, False)):
+        assert set(complete) == {pinned}, (pinned, complete)
 
 
-def windows_case() -> list[list[bool]]:
-    """Return whether the device has received all of each window of host parameters when a step ends: with pinned
-    memory, and with pageable memory, for whose copies the host would wait."""
-    job, complete = Job(sizes=SQUARE, empty=False, zero=SMALL), []
-    for pinned in (True, False):
-        with device_with_streams():
-            on_host = {"offload_param": {"device": "cpu", "pin_memory": pinned}}
-            engine, _ = training.make_engine(job, placed("IIG", **on_host))
-            training.micro_step(engine, job, 0, *next(training.batches(job)))
-            engine.step()
-            updates = engine.optimizer.slices["dense"]._update_of
-            complete.append([update.is_complete for update in updates.values()])
-            engine.destroy()
+def windows_case(pinned: bool) -> list[bool]:
+    """Return whether the device has received all of each window of host parameters when a step ends, in memory that is
+    pinned, or pageable, for whose copies the host would wait."""
+    with device_with_streams():
+        on_host = {"offload_param": {"device": "cpu", "pin_memory": pinned}}
+        engine, _ = training.make_trained(Job(sizes=SQUARE, empty=False, zero=SMALL), placed("IIG", **on_host))
+        complete = [update.is_complete for update in engine.optimizer.slices["dense"]._update_of.values()]
+        engine.destroy()
     return complete
 
 
@@ -282,8 +270,7 @@ def test_gradients_of_an_offloaded_optimizer_stay_in_place(ranks: Any, name: str
 def addresses_case(name: str) -> list[int]:
     """Return the addresses of the gradients of the optimizer's shard: when created, and at three boundaries."""
     job = Job(sizes=SQUARE, empty=False, accumulation=2, zero={**SMALL, **OFFLOADED})
-    engine, _ = training.make_engine(job, placed(name))
-    data = training.batches(job)
+    engine, _, data = training.begin(job, placed(name))
     places = [engine.optimizer.gradients["dense"].shard.data_ptr()]
     for number in range(6):
         training.micro_step(engine, job, number, *next(data))

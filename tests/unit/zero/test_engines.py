@@ -43,8 +43,7 @@ def destroyed_case(name: str) -> list[str]:
     destroyed, other = (training.make_engine(job, placed(name))[0] for _ in range(2))
     data = training.batches(job)
     for number, engine in enumerate((destroyed, other) * 3):
-        training.micro_step(engine, job, number, *next(data))
-        engine.step()
+        training.step(engine, job, number, data)
     references = {
         kind: weakref.ref(of)
         for kind, of in {"engine": destroyed, "model": destroyed.module, "os": destroyed.optimizer}.items()
@@ -55,25 +54,19 @@ def destroyed_case(name: str) -> list[str]:
     alive = ["gradients"] if getattr(gradients, "has_gradients", False) or not begun else []
     del destroyed, engine, gradients
     gc.collect()
-    training.micro_step(other, job, 6, *next(data))
-    other.step()
+    training.step(other, job, 6, data)
     return alive + [kind for kind, of in references.items() if of() is not None]
 
 
 def test_strategies_train_one_model_in_turn(ranks: Any) -> None:
-    for rank_rows in ranks(4).run(strategies_in_turn_case):
-        for name, lost, difference, equal in rank_rows:
-            assert lost == 0.0, f"{name} got other weights than the last one left"
-            assert difference <= 1e-5 and equal, (name, difference, equal)
+    for name, lost, difference, equal in ranks(4).rows(strategies_in_turn_case):
+        assert lost == 0.0, f"{name} got other weights than the last one left"
+        assert difference <= 1e-5 and equal, (name, difference, equal)
 
 
 def strategies_in_turn_case() -> list[tuple[str, float, float, bool]]:
-    """Train one model with every strategy in turn and with stock stage 3, each compared with stock stage 2.
-
-    Returns:
-        For each the change of weights by initialization, their distance from stock's afterwards, and whether all ranks
-        have the same weights.
-    """
+    """Train one model with every strategy in turn and with stock stage 3; return for each the change of weights by
+    initialization, their distance from stock stage 2 afterwards, and whether all ranks have the same weights."""
     torch.manual_seed(7)
     job = Job(empty=False, frozen=(1,), accumulation=2, zero=SMALL)
     model, oracle = (training.Network(job.sizes, empty=False) for _ in range(2))

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
 
 from tests.harness import expert_cases, experts, networks, snapshots, training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference, Job, check
 
 FP16 = {"weights": 2e-3, "losses": 1e-2, "norms": 4e-3}
@@ -31,22 +31,19 @@ X2, X3 = {"accumulation": 2}, {"accumulation": 3}
 RESTING = {"zero": {"overlap_comm": True}, "accumulation": 3, "skipped": [(n, 1) for n in range(6) if n % 3]}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, ep, group, names, job, bounds",
-    [
-        (6, 2, 2, ("NNI",), X2, {}),
-        *deep((4, 1, 2, ("NNN",), X2, {}), (8, 4, 2, ("NIG",), X2, {})),
-        (4, 2, 2, ("NNG",), {"groups": 2, "frozen": (1,), "optimizer": "Adam", "accumulation": 2}, {}),
-        (4, 2, 2, ("NII", "NGG"), RESTING, {}),
-        (4, 2, 2, ("NIG",), {"zero": {"round_robin_gradients": True}, "clipping": 0.0}, {}),
-        (4, 2, 2, ("NIG",), {**ON_HOST, "optimizer": "Adam"}, {}),
-        (4, 2, 2, ("NGG",), {"boundary": "step", "backward": "loss", "accumulation": 2}, {}),
-        (4, 2, 2, ("NIG",), OVERFLOW, FP16),
-        *deep((4, 2, 2, REPLICATED, {**X2, "dtype": "bf16"}, BF16), (4, 2, 2, REPLICATED, OVERFLOW, FP16)),
-        *deep((6, 2, 2, REPLICATED, X2, {}), (4, 2, 2, REPLICATED, RESTING, {})),
-        *deep(*((8, ep, group, REPLICATED, X3, {}) for ep, group in ((2, 4), (4, 2), (2, 1)))),
-    ],
-    ids=by_strategies,
+    (6, 2, 2, ("NNI",), X2, {}),
+    *deep((4, 1, 2, ("NNN",), X2, {}), (8, 4, 2, ("NIG",), X2, {})),
+    (4, 2, 2, ("NNG",), {"groups": 2, "frozen": (1,), "optimizer": "Adam", "accumulation": 2}, {}),
+    (4, 2, 2, ("NII", "NGG"), RESTING, {}),
+    (4, 2, 2, ("NIG",), {"zero": {"round_robin_gradients": True}, "clipping": 0.0}, {}),
+    (4, 2, 2, ("NIG",), {**ON_HOST, "optimizer": "Adam"}, {}),
+    (4, 2, 2, ("NGG",), {"boundary": "step", "backward": "loss", "accumulation": 2}, {}),
+    (4, 2, 2, ("NIG",), OVERFLOW, FP16),
+    *deep((4, 2, 2, REPLICATED, {**X2, "dtype": "bf16"}, BF16), (4, 2, 2, REPLICATED, OVERFLOW, FP16)),
+    *deep((6, 2, 2, REPLICATED, X2, {}), (4, 2, 2, REPLICATED, RESTING, {})),
+    *deep(*((8, ep, group, REPLICATED, X3, {}) for ep, group in ((2, 4), (4, 2), (2, 1)))),
 )
 def test_parity_of_moe_layers(
     ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any], bounds: dict[str, float]
@@ -54,14 +51,11 @@ def test_parity_of_moe_layers(
     check(run(ranks, ep, job, world, group, strategies=names), **bounds)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "ep, group, job, names",
-    [
-        (2, 2, {"accumulation": 2, "optimizer": "Adam", "groups": 2}, ("III",)),
-        *deep((2, 2, {"accumulation": 2, "optimizer": "Adam", "groups": 2}, PARTITIONED)),
-        *deep((4, 2, {"accumulation": 3}, PARTITIONED), (2, 2, {"optimizer": "Muon", "accumulation": 2}, PARTITIONED)),
-    ],
-    ids=by_strategies,
+    (2, 2, {"accumulation": 2, "optimizer": "Adam", "groups": 2}, ("III",)),
+    *deep((2, 2, {"accumulation": 2, "optimizer": "Adam", "groups": 2}, PARTITIONED)),
+    *deep((4, 2, {"accumulation": 3}, PARTITIONED), (2, 2, {"optimizer": "Muon", "accumulation": 2}, PARTITIONED)),
 )
 def test_parity_of_moe_layers_with_sharded_parameters(
     ranks: Any, ep: int, group: int, job: dict[str, Any], names: tuple[str, ...]
@@ -72,17 +66,14 @@ def test_parity_of_moe_layers_with_sharded_parameters(
     check(rows)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "ep, group, names, job, bounds",
-    [
-        (2, 2, ("NIG",), X2, {}),
-        (2, 2, ("IIG",), X2, {}),
-        *deep((2, 2, ("GGG",), {**X2, "dtype": "bf16"}, BF16)),
-        *deep(*((ep, 2, names, X2, {}) for ep in (2, 4) for names in (REPLICATED, PARTITIONED))),
-        *deep((2, 4, PARTITIONED, X2, {}), (2, 2, ("III", "IIG"), {"dtype": "bf16"}, BF16)),
-        *deep((2, 2, ("III", "IIG", "GGG"), {**OVERFLOW, "clipping": 0.0}, FP16)),
-    ],
-    ids=by_strategies,
+    (2, 2, ("NIG",), X2, {}),
+    (2, 2, ("IIG",), X2, {}),
+    *deep((2, 2, ("GGG",), {**X2, "dtype": "bf16"}, BF16)),
+    *deep(*((ep, 2, names, X2, {}) for ep in (2, 4) for names in (REPLICATED, PARTITIONED))),
+    *deep((2, 4, PARTITIONED, X2, {}), (2, 2, ("III", "IIG"), {"dtype": "bf16"}, BF16)),
+    *deep((2, 2, ("III", "IIG", "GGG"), {**OVERFLOW, "clipping": 0.0}, FP16)),
 )
 def test_parity_of_experts_of_autoep(
     ranks: Any, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any], bounds: dict[str, float]
@@ -92,10 +83,10 @@ def test_parity_of_experts_of_autoep(
         check(rows, **bounds)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "ep, world, group, accumulation, names",
-    [(2, 4, 1, 2, ("NIG", "IGG")), *deep(*((ep, 8, 2, 3, (*REPLICATED, *PARTITIONED)) for ep in (2, 4)))],
-    ids=by_strategies,
+    (2, 4, 1, 2, ("NIG", "IGG")),
+    *deep(*((ep, 8, 2, 3, (*REPLICATED, *PARTITIONED)) for ep in (2, 4))),
 )
 def test_parity_of_experts_folded_into_tensor_parallelism(
     ranks: Any, ep: int, world: int, group: int, accumulation: int, names: tuple[str, ...]
@@ -105,18 +96,13 @@ def test_parity_of_experts_folded_into_tensor_parallelism(
         check(rows)
 
 
-@pytest.mark.parametrize(
-    "kind, names",
-    [("MoE", ("NIG",)), *deep(("MoE", ("NNN", "NII")), ("AutoEP", ("NIG", "III", "IGG")))],
-    ids=by_strategies,
-)
+@with_cases("kind, names", ("MoE", ("NIG",)), *deep(("MoE", ("NNN", "NII")), ("AutoEP", ("NIG", "III", "IGG"))))
 def test_quantization_errors_of_families_are_separate(
     ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]
 ) -> None:
     """Eight bits are close to exact, and each family has its own four bits."""
-    for rows in ranks(4).run(expert_cases.few_bits_case, kind, names):
-        for row in rows:
-            assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
+    for row in ranks(4).rows(expert_cases.few_bits_case, kind, names):
+        assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
 
 
 @pytest.mark.parametrize("frozen", ["experts", *deep("others")])
@@ -150,7 +136,6 @@ def frozen_load_case(folder: str) -> tuple[list[str], str]:
             param.zero_()
     engine.load_checkpoint(folder)
     lost = [name for name, param in model.named_parameters() if not torch.equal(param, saved[name])]
-    engine.destroy()
     return lost, snapshots.error_of(snapshots.convert, folder, ours=True)
 
 
@@ -172,12 +157,10 @@ def frozen_case(frozen: str) -> list[Difference]:
 MUON = {"weights": 1e-4, "losses": 1e-5}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, ep, group, names, job",
-    [
-        (6, 2, 2, ("NIG",), {"accumulation": 2, "clipping": 0.1, "groups": 2}),
-        *deep((8, 2, 4, REPLICATED, {"accumulation": 3}), (4, 2, 2, REPLICATED, ON_HOST)),
-    ],
+    (6, 2, 2, ("NIG",), {"accumulation": 2, "clipping": 0.1, "groups": 2}),
+    *deep((8, 2, 4, REPLICATED, {"accumulation": 3}), (4, 2, 2, REPLICATED, ON_HOST)),
 )
 def test_muon_of_moe_layers_matches_stock(
     ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]
@@ -187,13 +170,11 @@ def test_muon_of_moe_layers_matches_stock(
     check(rows, weights=1e-6, losses=1e-5, norms=1e-4)  # the gate has a weight of 100
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, ep, group, names, job",
-    [
-        (4, 2, 2, ("IIG",), {"clipping": 0.1, "groups": 2}),
-        *deep((4, 2, 4, ("NIG", "III", "GNG"), {"accumulation": 3})),
-        *deep((8, 2, 4, PARTITIONED + REPLICATED, {}), (4, 2, 2, PARTITIONED + REPLICATED, ON_HOST)),
-    ],
+    (4, 2, 2, ("IIG",), {"clipping": 0.1, "groups": 2}),
+    *deep((4, 2, 4, ("NIG", "III", "GNG"), {"accumulation": 3})),
+    *deep((8, 2, 4, PARTITIONED + REPLICATED, {}), (4, 2, 2, PARTITIONED + REPLICATED, ON_HOST)),
 )
 def test_muon_of_autoep_matches_stock(
     ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]
@@ -216,8 +197,7 @@ def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path:
 
 
 def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
-    """Return whether training continues equally from its own and from the other's checkpoint, and errors of bad
-    loads."""
+    """Return whether training continues equally from its own and the other's checkpoint; errors of bad loads."""
     equal = {}
     routed = Job(sizes=expert_cases.SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
     mixtral = Job(sizes=expert_cases.SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))
@@ -260,14 +240,12 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     return equal, [*refused, refusal(routed, "NIG")]
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "kind, ep, compressed, optimizer, names",
-    [
-        ("AutoEP", 4, True, "Adam", ("IGG",)),
-        *deep(("folded", 2, False, "Adam", ("IIG",)), ("folded", 4, True, "Adam", ("NIG", "INI", "IIG"))),
-        *deep(*((kind, 4, True, "Adam", ("NNN", "III", "ING", "IGG")) for kind in ("MoE", "AutoEP"))),
-        *deep(*((kind, 2, False, "Muon", ("NII", "NIG", "INI", "IIG", "GGG")) for kind in ("MoE", "AutoEP"))),
-    ],
+    ("AutoEP", 4, True, "Adam", ("IGG",)),
+    *deep(("folded", 2, False, "Adam", ("IIG",)), ("folded", 4, True, "Adam", ("NIG", "INI", "IIG"))),
+    *deep(*((kind, 4, True, "Adam", ("NNN", "III", "ING", "IGG")) for kind in ("MoE", "AutoEP"))),
+    *deep(*((kind, 2, False, "Muon", ("NII", "NIG", "INI", "IIG", "GGG")) for kind in ("MoE", "AutoEP"))),
 )
 def test_a_resumed_run_matches_an_uninterrupted_run(
     ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool, optimizer: str, names: tuple[str, ...]

@@ -19,8 +19,9 @@ from deepspeed_ext.overrides import _function, list_overrides
 from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
-from tests.harness.frozen_models import make_engine
 from tests.harness.logs import is_ours, logged
+from tests.harness.networks import make_partly_frozen
+from tests.harness.tiers import with_cases
 
 CPU = {"device": "cpu"}
 
@@ -29,7 +30,7 @@ def initialization_case(zero: dict[str, Any], config: dict[str, Any], memory: in
     """Return our log lines of an initialization on a machine with this number of bytes."""
     get_accelerator().total_memory = lambda device_index=None: memory
     with logged() as lines:
-        make_engine(zero, config, zero_init).destroy()
+        make_partly_frozen(zero, config, zero_init).destroy()
     return [(level, text) for level, text in lines if is_ours(text)]
 
 
@@ -40,7 +41,7 @@ def kilobytes(name: str, parameters: float, gradients: float, optimizer: float) 
     return parameters / p + gradients / g + optimizer / os
 
 
-# Keys, bytes on the device in kB of make_engine's full model (p, g, os; with Adam), and the dtype's sections.
+# Keys, bytes on the device in kB of make_partly_frozen's full model (p, g, os; with Adam), and the dtype's sections.
 MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, Any]]] = {
     "fp32": ({}, (40, 24, 72), {}),
     "bf16": ({}, (20, 12, 72), {"bf16": {"enabled": True}}),
@@ -51,16 +52,14 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, An
 }
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, what, zero_init",
-    [
-        ("NIG", "bf16", False),
-        ("NIG", "optimizer offloaded", False),
-        ("III", "bf16, fp32 sums", False),
-        ("IIG", "fp32", True),
-        ("IIG", "offloaded to nothing", False),
-        ("GGG", "parameters offloaded", True),
-    ],
+    ("NIG", "bf16", False),
+    ("NIG", "optimizer offloaded", False),
+    ("III", "bf16, fp32 sums", False),
+    ("IIG", "fp32", True),
+    ("IIG", "offloaded to nothing", False),
+    ("GGG", "parameters offloaded", True),
 )
 def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what: str, zero_init: bool) -> None:
     zero, (p, g, os), config = MODELS[what]
@@ -84,15 +83,13 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     )
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, group, meaning",
-    [
-        ("NIG", 2, None),
-        ("NIG", 4, "one group, so N-I-G is ZeRO-2 here"),
-        ("IIG", 1, "groups of one rank, so I-I-G is ZeRO-1 here"),
-        ("INI", 4, "one group, so I-N-I is G-N-G here"),
-        ("GNG", 1, "groups of one rank"),
-    ],
+    ("NIG", 2, None),
+    ("NIG", 4, "one group, so N-I-G is ZeRO-2 here"),
+    ("IIG", 1, "groups of one rank, so I-I-G is ZeRO-1 here"),
+    ("INI", 4, "one group, so I-N-I is G-N-G here"),
+    ("GNG", 1, "groups of one rank"),
 )
 def test_one_warning_names_the_strategy_and_groups(ranks: Any, name: str, group: int, meaning: str | None) -> None:
     p, g, os = name
@@ -276,4 +273,4 @@ def replaced_case(name: str) -> None:
 
     replacement.__module__ = "other.code"
     with mock.patch.object(parent, method, replacement):
-        make_engine({"paro_strategy": name, "paro_group_size": 1}, {}, False)
+        make_partly_frozen({"paro_strategy": name, "paro_group_size": 1}, {}, False)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.integration import fork
 from tests.harness import training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import NOTHING_KEPT, PARTITIONED, Job, placed
 
 WIDTH, BLOCKS = 64, 3
@@ -82,12 +81,8 @@ class CheckpointedInside(Checkpointed):
 def checkpointed_case(
     use_reentrant: bool, network: type[Checkpointed], zero_init: str | None, names: Sequence[str]
 ) -> list[tuple[int, int, float, bool]]:
-    """Train stock and strategies, two steps of two micro-steps.
-
-    Returns:
-        For each the most elements that were gathered at once in a micro-step, and between micro-steps; the largest
-        difference of weights from stock's; and whether all ranks have the same weights.
-    """
+    """Train stock and strategies; return for each the most elements that were gathered at once in a micro-step, and
+    between them; the largest difference of weights from stock's; and whether all ranks have the same weights."""
     details = {"network": network, "checkpointing": use_reentrant, "zero_init": zero_init}
     job = Job(zero=NOTHING_KEPT, empty=False, steps=2, accumulation=2, **details)
     rows = []
@@ -121,13 +116,10 @@ def checkpointed_case(
     return rows
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "use_reentrant, network, zero_init, names",
-    [
-        (False, CheckpointedInside, None, ("IIG",)),
-        *deep(*product((True, False), (Checkpointed, CheckpointedInside), (None, "config"), [(*PARTITIONED, HOST)])),
-    ],
-    ids=by_strategies,
+    (False, CheckpointedInside, None, ("IIG",)),
+    *deep(*product((True, False), (Checkpointed, CheckpointedInside), (None, "config"), [(*PARTITIONED, HOST)])),
 )
 def test_frozen_blocks_are_gathered_one_at_a_time(
     ranks: Any, use_reentrant: bool, network: type[Checkpointed], zero_init: str | None, names: Sequence[str]

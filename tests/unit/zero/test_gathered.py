@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 import deepspeed_ext
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.zero.sharded.coordinator import _comparing_within, assert_same_in_group
-from tests.harness import networks, training
+from tests.harness import networks, snapshots, training
 from tests.harness.networks import SQUARE
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS, SMALL, Job, placed
 
 RECORDS: dict[str, tuple[list[list[int]], set[int]]] = {  # each rank's order of modules; the ranks that must raise
@@ -50,16 +50,11 @@ def test_different_module_orders_raise_within_a_group(ranks: Any) -> None:
 
 
 def compare_case() -> tuple[list[str], bool]:
-    """Compare records within groups of two; return the errors, and whether DeepSpeed compares over all ranks
-    afterwards."""
+    """Compare records within groups of two; return the errors, and whether later comparisons are over all ranks."""
     errors = []
     for records, _ in RECORDS.values():
-        try:
-            with _comparing_within(get_topology(None, 2).intra):
-                assert_ints_same_as_other_ranks(records[dist.get_rank()])
-            errors.append("")
-        except RuntimeError as error:
-            errors.append(str(error))
+        with _comparing_within(get_topology(None, 2).intra):
+            errors.append(snapshots.error_of(assert_ints_same_as_other_ranks, records[dist.get_rank()]))
     with _comparing_within(get_topology(None, 2).intra):
         within = assert_same_in_group([1, 2])
     compares_in_group = assert_same_in_group([1, 2])
@@ -79,18 +74,13 @@ def test_all_ranks_receive_modifications_of_one_rank(
 
 def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[str, bool, bool, bool, bool]]:
     """Whether parameters are read correctly, and a change reaches all ranks and lasts as with stock after another
-    step.
-
-    Changes by GatheredParameters do not reach the optimizer's fp32 weights, so a step undoes them with stock, too.
-    """
+    step, which undoes it with stock, too: GatheredParameters does not change the optimizer's fp32 weights."""
     job = Job(dtype=dtype, frozen=(1,), empty=False, zero=SMALL)
 
     def run(zero: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
-        engine, model = training.make_engine(job, zero)
-        data = training.batches(job)
+        engine, model, data = training.begin(job, zero)
         for _ in range(2):
-            training.micro_step(engine, job, 0, *next(data))
-            engine.step()
+            training.step(engine, job, 0, data)
         weights = [training.whole_weights(model)]
         expected = training.Network(job.sizes, empty=False).to(training.DTYPES[dtype])
         torch.nn.utils.vector_to_parameters(weights[0].to(training.DTYPES[dtype]), expected.parameters())
@@ -130,8 +120,7 @@ def test_one_context_gathers_from_several_engines(ranks: Any, modifier: int, nam
 
 
 def several_engines_case(modifier: int, names: tuple[str, ...]) -> list[int]:
-    """Modify parameters of two engines, and a layer under zero.Init without an engine, in one context; return the
-    number of wrong elements of each afterwards."""
+    """Modify parameters of two engines and of a layer without one in one context; return wrong elements of each."""
     engines = [training.make_engine(Job(empty=False), placed(name)) for name in names]
     with deepspeed.zero.Init():
         later = torch.nn.Linear(5, 7)
@@ -155,119 +144,98 @@ ON_HOST = {"offload_param": {"device": "cpu", "pin_memory": False}, "paro_parame
 AHEAD = {"paro_overlap_updates": True, "overlap_comm": True}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, zero, alone",
-    [
-        (("GGG",), {"stage3_param_persistence_threshold": 20}, False),
-        (("IIG",), {}, True),  # with p = I a group needs no other
-        *deep((PARTITIONED, {}, False), (("ING", "IGG"), {}, True), (PARTITIONED, UNITS, False)),
-        *deep((REPLICATED, AHEAD, False), (("ING", "IIG", "IGG"), ON_HOST, False)),
-        *deep((PARTITIONED, {"stage3_param_persistence_threshold": 10**6}, False)),
-    ],
-    ids=by_strategies,
+    (("GGG",), {"stage3_param_persistence_threshold": 20}, False),
+    (("IIG",), {}, True),  # with p = I a group needs no other
+    *deep((PARTITIONED, {}, False), (("ING", "IGG"), {}, True), (PARTITIONED, UNITS, False)),
+    *deep((REPLICATED, AHEAD, False), (("ING", "IIG", "IGG"), ON_HOST, False)),
+    *deep((PARTITIONED, {"stage3_param_persistence_threshold": 10**6}, False)),
 )
 def test_evaluation_reads_updates_and_changes_no_weights(
     ranks: Any, tmp_path: Path, names: Sequence[str], zero: dict[str, Any], alone: bool
 ) -> None:
-    for rows in ranks(4).run(evaluation_case, names, zero, alone, str(tmp_path)):
-        for name, from_masters, from_stock in rows:
-            assert from_masters == 0.0 and from_stock <= 1e-6, (name, from_masters, from_stock)
+    for name, (from_masters, from_stock) in ranks(4).each(evaluation_case, names, zero, alone, str(tmp_path)):
+        assert from_masters == 0.0 and from_stock <= 1e-6, (name, from_masters, from_stock)
 
 
-def evaluation_case(
-    names: Sequence[str], zero: dict[str, Any], alone: bool, folder: str
-) -> list[tuple[str, float, float]]:
+def evaluation_case(name: str, zero: dict[str, Any], alone: bool, folder: str) -> tuple[float, float]:
     """Evaluate under ``torch.inference_mode()``, whose tensors autograd rejects, before the first micro-step and after
-    each; return the distance of outputs from outputs of the fp32 weights, and of trained weights from stock's.
-
-    Args:
-        alone: only the first group evaluates; it compares with the gathered weights, because it cannot gather others.
-        folder: folder for a save and a load under inference mode, too.
-    """
+    each, and save and load in it; return the distance of outputs from outputs of the fp32 weights, and of trained
+    weights from stock's. ``alone``: the first group, which cannot gather others, compares with the gathered
+    weights."""
     job = Job(SQUARE, False, 2, 2, network=networks.Shared, zero={**SMALL, **zero})
     undisturbed = training.train(job, {"stage": 3}).weights
     full_model = networks.Shared(SQUARE, empty=False)
-    rows = []
-    for name in names:
-        engine, model = training.make_engine(job, placed(name))
-        data, probe, from_masters = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
-        for number in range(-1, 4):
-            if number >= 0:
-                training.micro_step(engine, job, number, *next(data))
-                engine.step()
-            if alone and dist.get_rank() >= 2:
-                continue
-            engine.eval()
-            with torch.inference_mode():
-                outputs = [engine(probe * i) for i in range(1, 4)]
-                training.whole_weights(model)
-                if number == 1 and not alone:
-                    engine.save_checkpoint(f"{folder}/{name}")
-                    engine.load_checkpoint(f"{folder}/{name}")
-            with torch.no_grad():
-                weights = training.whole_weights(model)
-                if not alone:
-                    weights = torch.cat([safe_get_full_fp32_param(p).flatten() for p in model.parameters()])
-                torch.nn.utils.vector_to_parameters(weights, full_model.parameters())
-                for i, output in enumerate(outputs, 1):
-                    from_masters = max(from_masters, (output - full_model(probe * i)).abs().max().item())
-            engine.train()
-        rows.append((name, from_masters, (training.whole_weights(model) - undisturbed).abs().max().item()))
-        engine.destroy()
-    return rows
+    engine, model = training.make_engine(job, placed(name))
+    data, probe, from_masters = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
+    for number in range(-1, 4):
+        if number >= 0:
+            training.step(engine, job, number, data)
+        if alone and dist.get_rank() >= 2:
+            continue
+        engine.eval()
+        with torch.inference_mode():
+            outputs = [engine(probe * i) for i in range(1, 4)]
+            training.whole_weights(model)
+            if number == 1 and not alone:
+                engine.save_checkpoint(f"{folder}/{name}")
+                engine.load_checkpoint(f"{folder}/{name}")
+        with torch.no_grad():
+            weights = training.whole_weights(model)
+            if not alone:
+                weights = torch.cat([safe_get_full_fp32_param(p).flatten() for p in model.parameters()])
+            torch.nn.utils.vector_to_parameters(weights, full_model.parameters())
+            for i, output in enumerate(outputs, 1):
+                from_masters = max(from_masters, (output - full_model(probe * i)).abs().max().item())
+        engine.train()
+    return from_masters, (training.whole_weights(model) - undisturbed).abs().max().item()
 
 
 @pytest.mark.parametrize("network", [networks.Tangled, *deep(networks.Shared)], ids=lambda network: network.__name__)
 def test_inference_without_an_optimizer_matches_the_model(ranks: Any, network: Any) -> None:
-    assert ranks(4).run(inference_case, network) == [[(name, 0.0, True) for name in PARTITIONED]] * 4
+    assert ranks(4).each(inference_case, PARTITIONED, network) == [(name, (0.0, True)) for name in PARTITIONED] * 4
 
 
-def inference_case(network: Any) -> list[tuple[str, float, bool]]:
+def inference_case(name: str, network: Any) -> tuple[float, bool]:
     """Return the distance of outputs from the plain model's, and whether its parameters were sharded."""
     torch.manual_seed(7)
     plain = network(SQUARE, empty=False)
-    rows = []
-    for name in PARTITIONED:
-        model = copy.deepcopy(plain)
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": placed(name, **SMALL)}
-        engine, *_ = deepspeed.initialize(model=model, config=config)
-        engine.eval()
-        cut = all(p.numel() == 0 for p in model.parameters())
-        with torch.no_grad():
-            inputs = [torch.full((3, SQUARE[0]), i / 4) for i in range(3)]
-            gap = max((engine(x) - plain(x)).abs().max().item() for x in inputs)
-        rows.append((name, gap, cut))
-        engine.destroy()
-    return rows
+    model = copy.deepcopy(plain)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": placed(name, **SMALL)}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.eval()
+    cut = all(p.numel() == 0 for p in model.parameters())
+    with torch.no_grad():
+        inputs = [torch.full((3, SQUARE[0]), i / 4) for i in range(3)]
+        gap = max((engine(x) - plain(x)).abs().max().item() for x in inputs)
+    return gap, cut
 
 
 HOST = {"offload_param": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, zero",
-    [
-        (("3", "IIG", "GGG"), {"stage3_param_persistence_threshold": 0}),
-        (("IIG",), {}),
-        *deep(
-            *(
-                (("3", *PARTITIONED), {**zero, "stage3_param_persistence_threshold": 100, "overlap_comm": overlap})
-                for zero in ({}, UNITS, HOST)
-                for overlap in (False, True)
-            )
-        ),
-    ],
+    (("3", "IIG", "GGG"), {"stage3_param_persistence_threshold": 0}),
+    (("IIG",), {}),
+    *deep(
+        *(
+            (("3", *PARTITIONED), {**zero, "stage3_param_persistence_threshold": 100, "overlap_comm": overlap})
+            for zero in ({}, UNITS, HOST)
+            for overlap in (False, True)
+        )
+    ),
 )
 def test_weights_of_autocast_are_read_in_fp32(ranks: Any, tmp_path: Path, names: Sequence[str], zero: Any) -> None:
-    for rows in ranks(4).run(autocast_case, str(tmp_path), names, zero):
-        for name, apart in rows:
-            if name == "3":  # parameters that stay gathered are rounded: of the last module, and persistent ones
-                del apart["backward 0"], apart["backward 1"], apart["evaluation"]
-            wrong = {reader: distance for reader, distance in apart.items() if distance}
-            assert {"new", "step 1", "export"} <= apart.keys() and not wrong, (name, wrong)
+    for name, apart in ranks(4).each(autocast_case, names, str(tmp_path), zero):
+        if name == "3":  # parameters that stay gathered are rounded: of the last module, and persistent ones
+            del apart["backward 0"], apart["backward 1"], apart["evaluation"]
+        wrong = {reader: distance for reader, distance in apart.items() if distance}
+        assert {"new", "step 1", "export"} <= apart.keys() and not wrong, (name, wrong)
 
 
-def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[str, dict[str, float]]]:
+def autocast_case(name: str, folder: str, zero: Any) -> dict[str, float]:
     """Return for each reader its distance from the optimizer's weights; infinite if it does not return fp32."""
     save = {"stage3_gather_16bit_weights_on_model_save": True}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -284,26 +252,22 @@ def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[st
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=modifier):
             return {key: param.detach().clone() for key, param in model.named_parameters()}
 
-    rows = []
-    for name in names:
-        keys = {key: value for key, value in zero.items() if name != "3" or key not in UNITS}
-        engine, model = training.make_engine(job, placed(name, **keys))
-        data, apart = training.batches(job), {"new": compare(gathered(modifier=0))}
-        for number in range(2):
-            training.micro_step(engine, job, number, *next(data))
-            apart[f"backward {number}"] = compare(gathered())
-            engine.step()
-            apart[f"step {number}"] = compare(gathered(modifier=0))
-        engine.eval()
-        with torch.no_grad():
-            engine(next(data)[0])
-        apart["evaluation"] = compare(gathered())
-        apart["state dict"] = compare(engine._zero3_consolidated_16bit_state_dict())
-        engine.save_16bit_model(folder, f"{name}.bin")
-        deepspeed_ext.export_weights(engine, f"{folder}/{name}")
-        dist.barrier()
-        apart["16 bits"] = compare(torch.load(f"{folder}/{name}.bin"))
-        apart["export"] = compare(load_file(f"{folder}/{name}/model.safetensors"))
-        rows.append((name, apart))
-        engine.destroy()
-    return rows
+    keys = {key: value for key, value in zero.items() if name != "3" or key not in UNITS}
+    engine, model = training.make_engine(job, placed(name, **keys))
+    data, apart = training.batches(job), {"new": compare(gathered(modifier=0))}
+    for number in range(2):
+        training.micro_step(engine, job, number, *next(data))
+        apart[f"backward {number}"] = compare(gathered())
+        engine.step()
+        apart[f"step {number}"] = compare(gathered(modifier=0))
+    engine.eval()
+    with torch.no_grad():
+        engine(next(data)[0])
+    apart["evaluation"] = compare(gathered())
+    apart["state dict"] = compare(engine._zero3_consolidated_16bit_state_dict())
+    engine.save_16bit_model(folder, f"{name}.bin")
+    deepspeed_ext.export_weights(engine, f"{folder}/{name}")
+    dist.barrier()
+    apart["16 bits"] = compare(torch.load(f"{folder}/{name}.bin"))
+    apart["export"] = compare(load_file(f"{folder}/{name}/model.safetensors"))
+    return apart

@@ -19,7 +19,7 @@ from deepspeed_ext.config.settings import UpdateSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
 from tests.harness import networks, training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import NOTHING_KEPT, PARTITIONED, REPLICATED
 
 BYTES = {"parameter_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12}
@@ -55,16 +55,13 @@ has_mallinfo = pytest.mark.skipif(mallinfo2 is None, reason="needs glibc 2.33")
 
 
 def start_engine(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None]]:
-    """Return an engine after its first step, which creates the optimizer's states, and a function for its
-    micro-steps."""
+    """Return an engine after its first step, which creates states, and a function for its micro-steps."""
     details = training.Job(**{**MIXED, **job})
-    engine, _ = training.make_engine(details, training.placed(name, group))
-    data = training.batches(details)
+    engine, _, data = training.begin(details, training.placed(name, group))
 
     def micro_step(boundary: bool) -> None:
         engine.set_gradient_accumulation_boundary(boundary)
-        training.micro_step(engine, details, 0, *next(data))
-        engine.step()
+        training.step(engine, details, 0, data)
         if name in PARTITIONED:
             engine.optimizer.drain_parameters()
 
@@ -80,54 +77,42 @@ def test_parameters_have_the_size_of_the_trained_dtype(dtype: torch.dtype, each:
     assert model_bytes.states_on_device(engine, [torch.nn.Parameter(torch.zeros(10))]).parameters == 10 * each
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, group, frozen, names",
-    [
-        (6, 3, (1,), REPLICATED),
-        (6, 3, (1,), ("INI", "IIG", "GGG")),
-        *deep((6, 3, (1,), PARTITIONED), (4, 2, (), REPLICATED), (4, 2, (), PARTITIONED)),
-    ],
-    ids=by_strategies,
+    (6, 3, (1,), REPLICATED),
+    (6, 3, (1,), ("INI", "IIG", "GGG")),
+    *deep((6, 3, (1,), PARTITIONED), (4, 2, (), REPLICATED), (4, 2, (), PARTITIONED)),
 )
 def test_sizes_of_model_states_match_the_formula(
     ranks: Any, world: int, group: int, frozen: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
-    for rows in ranks(world).run(memory_case, names, group, frozen):
-        for name, states, memory, after_step in rows:
-            expected = STRATEGIES[name].memory(GroupSizes(world, group), states)
-            assert memory.parameters == pytest.approx(expected.parameters, rel=0.05), name
-            assert memory.gradients == pytest.approx(expected.gradients, rel=0.05), name
-            assert memory.optimizer == pytest.approx(expected.optimizer, rel=0.05), name
-            # After the step there are none; with ZeRO-3's flat buffer no more than are in use.
-            strategy = STRATEGIES[name]
-            last = strategy.os if strategy.g == Placement.N else strategy.g
-            buffer = states.gradients / GroupSizes(world, group).shards(last) if strategy.stage == 3 else 0
-            assert after_step == pytest.approx(buffer, rel=0.05), name
+    for name, (states, memory, after_step) in ranks(world).each(memory_case, names, group, frozen):
+        expected = STRATEGIES[name].memory(GroupSizes(world, group), states)
+        assert memory.parameters == pytest.approx(expected.parameters, rel=0.05), name
+        assert memory.gradients == pytest.approx(expected.gradients, rel=0.05), name
+        assert memory.optimizer == pytest.approx(expected.optimizer, rel=0.05), name
+        # After the step there are none; with ZeRO-3's flat buffer no more than are in use.
+        strategy = STRATEGIES[name]
+        last = strategy.os if strategy.g == Placement.N else strategy.g
+        buffer = states.gradients / GroupSizes(world, group).shards(last) if strategy.stage == 3 else 0
+        assert after_step == pytest.approx(buffer, rel=0.05), name
 
 
-def memory_case(
-    names: tuple[str, ...], group: int, frozen: tuple[int, ...]
-) -> list[tuple[str, ModelStates, StateBytes, float]]:
+def memory_case(name: str, group: int, frozen: tuple[int, ...]) -> tuple[ModelStates, StateBytes, float]:
     """Return for each strategy the states, bytes on this rank within an accumulation, and gradients after a step."""
-    rows = []
-    for name in names:
-        engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NOTHING_KEPT)
-        micro_step(False)
-        numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
-        states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
-        between = model_bytes.measure_state_bytes(engine)
-        micro_step(True)
-        rows.append((name, states, between, model_bytes.measure_state_bytes(engine).gradients))
-        engine.destroy()
-    return rows
+    engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NOTHING_KEPT)
+    micro_step(False)
+    numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
+    states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
+    between = model_bytes.measure_state_bytes(engine)
+    micro_step(True)
+    return states, between, model_bytes.measure_state_bytes(engine).gradients
 
 
 def bytes_at_boundary(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> float:
-    """Return the additional bytes of gradients at the accumulation boundary.
-
-    With g = N full gradients are freed bucket by bucket as they fill the optimizer's shard, or with p = N the
-    I-slices. With p = N and g = I the shard is allocated in addition to the I-slices.
-    """
+    """Return the additional bytes of gradients at the accumulation boundary. With g = N full gradients are freed
+    bucket by bucket as they fill the optimizer's shard, or with p = N the I-slices. With p = N and g = I the shard is
+    allocated in addition to the I-slices."""
     if strategy.p > Placement.N:
         return states.gradients / cluster.shards(strategy.os) if strategy.g == Placement.N else 0.0
     if strategy.g == Placement.G:
@@ -135,21 +120,18 @@ def bytes_at_boundary(strategy: Strategy, cluster: GroupSizes, states: ModelStat
     return states.gradients / cluster.shards(Placement.I if strategy.g == Placement.N else strategy.os)
 
 
-@pytest.mark.parametrize(
-    "names", [("IGG",), *deep((("NIG", "NNN", "NGG", "NNG"),), (("IIG", "GGG", "ING"),))], ids=by_strategies
-)
+@with_cases("names", ("IGG",), *deep((("NIG", "NNN", "NGG", "NNG"),), (("IIG", "GGG", "ING"),)))
 @has_mallinfo
 def test_a_step_allocates_only_a_few_buckets(ranks: Any, names: tuple[str, ...]) -> None:
     cluster, states = GroupSizes(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
-    for rows in ranks(4).run(peak_case, names, 2):
-        for name, units, accumulating, boundary in rows:
-            # A layer that is gathered and unpacked, its gradient, the bucket, its message, the parts that arrive and
-            # their sum in fp32, gloo's own copies: 10 layers were counted. A second copy of anything is 24 or more.
-            # A unit of two layers has another layer gathered, and two more gradients.
-            slack = (18 if units else 14) / LAYERS * states.parameters
-            assert slack / 14 < accumulating < slack, (name, accumulating / slack)  # a gathered layer is seen
-            boundary -= bytes_at_boundary(STRATEGIES[name], cluster, states)
-            assert boundary < slack, (name, boundary / slack)
+    for name, units, accumulating, boundary in ranks(4).rows(peak_case, names, 2):
+        # A layer that is gathered and unpacked, its gradient, the bucket, its message, the parts that arrive and
+        # their sum in fp32, gloo's own copies: 10 layers were counted. A second copy of anything is 24 or more.
+        # A unit of two layers has another layer gathered, and two more gradients.
+        slack = (18 if units else 14) / LAYERS * states.parameters
+        assert slack / 14 < accumulating < slack, (name, accumulating / slack)  # a gathered layer is seen
+        boundary -= bytes_at_boundary(STRATEGIES[name], cluster, states)
+        assert boundary < slack, (name, boundary / slack)
 
 
 def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, bool, float, float]]:
@@ -175,20 +157,19 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, bool, float
     return rows[1:]
 
 
-@pytest.mark.parametrize("names", [("NIG", "NII", "NNN"), ("IIG", "III", "GNG")], ids=by_strategies)
+@with_cases("names", ("NIG", "NII", "NNN"), ("IIG", "III", "GNG"))
 @has_mallinfo
 @pytest.mark.deep
 def test_muon_allocates_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str, ...]) -> None:
     """It needs this step's momentum in fp32 until the step is applied, and rounds of a matrix for each owner."""
     cluster = GroupSizes(4, 2)
-    for rows in ranks(4).run(muon_case, names):
-        for name, momentum, peak in rows:
-            shard = LAYERS * LAYER / cluster.shards(STRATEGIES[name].os)
-            # Newton-Schulz of a matrix with what travels: 32 to 35 bytes for each of its elements were counted. A copy
-            # of all matrices in bf16 is 48.
-            slack = 42 * LAYER
-            assert momentum == pytest.approx(shard, rel=0.02), (name, momentum)
-            assert peak < 4 * shard + slack, (name, (peak - 4 * shard) / LAYER)
+    for name, momentum, peak in ranks(4).rows(muon_case, names):
+        shard = LAYERS * LAYER / cluster.shards(STRATEGIES[name].os)
+        # Newton-Schulz of a matrix with what travels: 32 to 35 bytes for each of its elements were counted. A copy
+        # of all matrices in bf16 is 48.
+        slack = 42 * LAYER
+        assert momentum == pytest.approx(shard, rel=0.02), (name, momentum)
+        assert peak < 4 * shard + slack, (name, (peak - 4 * shard) / LAYER)
 
 
 def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
@@ -221,18 +202,16 @@ def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
 @has_mallinfo
 def test_offloaded_gradients_stay_on_the_host(ranks: Any, torch_adam: bool) -> None:
     """The optimizer reads them there: with g = G a micro-step allocates no other memory that outlives it."""
-    for rows in ranks(4).run(offloaded_case, ("NGG", "NIG"), torch_adam):
-        for name, growth, numel, shares in rows:
-            gradients = 2 * numel  # bytes, in bf16
-            expected = {"NGG": 0, "NIG": gradients / 2}[name]
-            assert growth == pytest.approx(expected, abs=gradients / 16), name
-            assert not shares or name == "NGG", "there is nothing on the host before the boundary"
-            assert name != "NGG" or 0.2 * numel < sum(shares) < 0.3 * numel, shares
+    for name, growth, numel, shares in ranks(4).rows(offloaded_case, ("NGG", "NIG"), torch_adam):
+        gradients = 2 * numel  # bytes, in bf16
+        expected = {"NGG": 0, "NIG": gradients / 2}[name]
+        assert growth == pytest.approx(expected, abs=gradients / 16), name
+        assert not shares or name == "NGG", "there is nothing on the host before the boundary"
+        assert name != "NGG" or 0.2 * numel < sum(shares) < 0.3 * numel, shares
 
 
 def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, int, int, list[int]]]:
-    """Return bytes allocated by a micro-step, elements of the model, and elements that upstream's readers find on the
-    host."""
+    """Return bytes that a micro-step allocates, the model's elements, and those that upstream finds on the host."""
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_force_ds_cpu_optimizer": False, "optimizer": {"params": {"lr": 1e-2, "torch_adam": torch_adam}}}
     rows = []
@@ -253,45 +232,41 @@ def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, 
     return rows[1:]
 
 
-@pytest.mark.parametrize("names", [("NNN", "NIG"), ("III", "IIG")], ids=by_strategies)
+@with_cases("names", ("NNN", "NIG"), ("III", "IIG"))
 @pytest.mark.deep
 def test_quantized_updates_keep_only_errors_of_sums(ranks: Any, kernels: bool, names: Any) -> None:
     cases = [*((name, {}) for name in names), ("NIG", {"round_robin_gradients": True})]  # flat, without stripes
     cluster, numel, sent = GroupSizes(4, 2), 8 * LAYER, Compression(updates=UpdateSettings())
     shard = numel / cluster.ranks
-    for rows in ranks(4).run(few_bits_case, cases):
-        for (name, zero), growth, after, within in rows:
-            errors = 2 * sent.error_bytes(STRATEGIES[name], cluster, numel)
-            assert within == pytest.approx(errors, rel=0.02), name
-            assert after == pytest.approx(errors / 2, rel=0.02), name
-            assert growth == pytest.approx(after, abs=0.02 * shard), (name, zero)
+    for (name, zero), (growth, after, within) in ranks(4).each(few_bits_case, cases):
+        errors = 2 * sent.error_bytes(STRATEGIES[name], cluster, numel)
+        assert within == pytest.approx(errors, rel=0.02), name
+        assert after == pytest.approx(errors / 2, rel=0.02), name
+        assert growth == pytest.approx(after, abs=0.02 * shard), (name, zero)
 
 
-def few_bits_case(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Any, float, int, int]]:
+def few_bits_case(case: tuple[str, dict[str, Any]]) -> tuple[float, int, int]:
     """Return the bytes that the key adds between steps, and the bytes of errors of sums, then and within a step."""
-    rows = []
-    for name, zero in cases:
-        bytes_taken = []
-        for keys in ({}, {"paro_quantized_updates": {}}):
-            before = bytes_of_tensors()
-            zero_keys = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, **NOTHING_KEPT, **zero, **keys}
-            engine, micro_step = start_engine(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
-            errors, within = engine.optimizer.families["dense"].reduce.inter.sums.errors, []
-            nbytes = getattr(errors, "nbytes", lambda: 0)
+    (name, zero), bytes_taken = case, []
+    for keys in ({}, {"paro_quantized_updates": {}}):
+        before = bytes_of_tensors()
+        zero_keys = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, **NOTHING_KEPT, **zero, **keys}
+        engine, micro_step = start_engine(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
+        errors, within = engine.optimizer.families["dense"].reduce.inter.sums.errors, []
+        nbytes = getattr(errors, "nbytes", lambda: 0)
 
-            def noting(*args: Any, step: Any = engine.optimizer.step, nbytes: Any = nbytes, at: Any = within) -> Any:
-                at.append(nbytes())
-                return step(*args)
+        def noting(*args: Any, step: Any = engine.optimizer.step, nbytes: Any = nbytes, at: Any = within) -> Any:
+            at.append(nbytes())
+            return step(*args)
 
-            engine.optimizer.step = noting
-            for _ in range(2):
-                micro_step(True)
-            bytes_taken.append(bytes_of_tensors() - before)
-            after = nbytes()
-            engine.destroy()
-            del engine, micro_step, errors, nbytes, noting
-        rows.append(((name, zero), bytes_taken[1] - bytes_taken[0], after, within[-1]))
-    return rows
+        engine.optimizer.step = noting
+        for _ in range(2):
+            micro_step(True)
+        bytes_taken.append(bytes_of_tensors() - before)
+        after = nbytes()
+        engine.destroy()
+        del engine, micro_step, errors, nbytes, noting
+    return bytes_taken[1] - bytes_taken[0], after, within[-1]
 
 
 def bytes_of_tensors() -> int:

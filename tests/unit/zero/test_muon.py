@@ -18,7 +18,7 @@ from deepspeed_ext.zero.matrices import matrices_of, newton_schulz_flops
 from deepspeed_ext.zero.muon import Muon
 from tests.harness import networks, training
 from tests.harness.snapshots import error_of
-from tests.harness.tiers import by_strategies, deep, with_some
+from tests.harness.tiers import deep, with_cases, with_some
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
 
 # Iterations amplify rounding errors in directions in which gradients are small.
@@ -49,15 +49,13 @@ ROWS: dict[str, tuple[int, str, dict[str, Any], dict[str, float]]] = {  # ranks,
 }
 
 
-@pytest.mark.parametrize("row, names", with_some(ROWS, SOME, ALL), ids=by_strategies)
+@with_cases("row, names", *with_some(ROWS, SOME, ALL))
 def test_parity_at_every_cluster_shape_and_option(ranks: Any, row: str, names: tuple[str, ...]) -> None:
     world, stage, details, bounds = ROWS[row]
     run(ranks, muon(**details), names, world, stage, **bounds)
 
 
-@pytest.mark.parametrize(
-    "dtype, names", [("bf16", SOME), ("fp16", OTHERS), *deep(("bf16", ALL), ("fp16", ALL))], ids=by_strategies
-)
+@with_cases("dtype, names", ("bf16", SOME), ("fp16", OTHERS), *deep(("bf16", ALL), ("fp16", ALL)))
 def test_parity_in_16_bits_and_with_overflow(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
     # Parts are sent in bf16, so orthogonalized updates are as inexact as gradients.
     job = muon(dtype=dtype, accumulation=2, overflow=((3, 1),) if dtype == "fp16" else ())
@@ -90,19 +88,18 @@ def test_parity_with_quantized_gradients_and_updates(ranks: Any, kernels: bool) 
 def test_an_unknown_ns_method_raises_one_message(ranks: Any) -> None:
     """The message does not depend on the order of DeepSpeed's set on a rank."""
     expected = "ValueError: optimizer.params.ns_method must be one of gram, standard, got 'gramm'."
-    assert ranks(1).run(unknown_case) == [[expected, expected]]
+    for order, message in ranks(1).each(unknown_case, (["gram", "standard"], ["standard", "gram"])):
+        assert message == expected, order
 
 
-def unknown_case() -> list[str]:
-    """Return the errors with both orders."""
-    job, messages = muon(config={"optimizer": {"params": {"ns_method": "gramm"}}}), []
-    for order in (["gram", "standard"], ["standard", "gram"]):
-        with mock.patch.object(original_muon, "NS_METHODS", order):
-            messages.append(error_of(training.make_engine, job, placed("NIG", 1)))
-    return messages
+def unknown_case(order: list[str]) -> str:
+    """Return the error with an order."""
+    job = muon(config={"optimizer": {"params": {"ns_method": "gramm"}}})
+    with mock.patch.object(original_muon, "NS_METHODS", order):
+        return error_of(training.make_engine, job, placed("NIG", 1))
 
 
-@pytest.mark.parametrize("names", [("III",), *deep((ALL,))], ids=by_strategies)
+@with_cases("names", ("III",), *deep((ALL,)))
 def test_parity_of_packed_experts_heads_and_kernels(ranks: Any, names: tuple[str, ...]) -> None:
     check(ranks(6).run(matrices_case, names)[0], **BOUNDS)
 
@@ -157,51 +154,45 @@ def fails_in_a_later_round() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("names", [SOME, *deep((ALL,))], ids=by_strategies)
+@with_cases("names", SOME, *deep((ALL,)))
 def test_a_step_that_is_not_applied_keeps_the_momentum(ranks: Any, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(lost_case, names):
-        for name, unchanged, raised, weights in rows:
-            assert unchanged and raised, (name, unchanged, raised)
-            assert weights == 0.0, (name, weights)  # bitwise equal to training without these two steps
+    for name, (unchanged, raised, weights) in ranks(4).each(lost_case, names):
+        assert unchanged and raised, (name, unchanged, raised)
+        assert weights == 0.0, (name, weights)  # bitwise equal to training without these two steps
 
 
-def lost_case(names: tuple[str, ...]) -> list[tuple[str, bool, bool, float]]:
-    """Whether a step that overflows, and one that raises in its update, keep the momentum; differences of later
-    steps."""
-    rows = []
+def lost_case(name: str) -> tuple[bool, bool, float]:
+    """Whether steps that overflow, or raise in the update, keep the momentum; differences of later steps."""
     # With a constant loss scale, later steps must be equal to a run without the lost steps. There are more matrices
     # than ranks, so Muon runs in rounds.
     config = {"fp16": {"enabled": True, "loss_scale": 256}}
     job = muon(sizes=(13, 37, 29, 31, 23, 27, 7), dtype="fp16", overflow=((1, 1),), config=config)
-    for name in names:
-        weights, unchanged = [], []
-        for lost in (False, True):
-            engine, model = training.make_engine(job, placed(name))
-            data = training.batches(job)
-            batches = [next(data) for _ in range(2)]
-            training.micro_step(engine, job, 0, *batches[0])
+    weights, unchanged = [], []
+    for lost in (False, True):
+        engine, model, data = training.begin(job, placed(name))
+        batches = [next(data) for _ in range(2)]
+        training.micro_step(engine, job, 0, *batches[0])
+        engine.step()
+        if lost:
+            before = momenta_of(engine)
+            training.micro_step(engine, job, 1, *batches[1])
             engine.step()
-            if lost:
-                before = momenta_of(engine)
-                training.micro_step(engine, job, 1, *batches[1])
+            after = momenta_of(engine)
+            kept = len(before) > 0 and all(map(torch.equal, before, after))
+            unchanged.append(kept and not engine.was_step_applied())
+            training.micro_step(engine, job, 2, *batches[1])
+            with fails_in_a_later_round(), pytest.raises(ZeroDivisionError):
                 engine.step()
-                after = momenta_of(engine)
-                kept = len(before) > 0 and all(map(torch.equal, before, after))
-                unchanged.append(kept and not engine.was_step_applied())
-                training.micro_step(engine, job, 2, *batches[1])
-                with fails_in_a_later_round(), pytest.raises(ZeroDivisionError):
-                    engine.step()
-                engine.optimizer.zero_grad()
-                if name in REPLICATED:  # as a step that is skipped does
-                    engine.optimizer.averaged_gradients.update(dict.fromkeys(engine.optimizer.averaged_gradients))
-                unchanged.append(all(map(torch.equal, before, momenta_of(engine))))
-            training.micro_step(engine, job, 3, *batches[1])
-            engine.step()
-            assert engine.was_step_applied()
-            weights.append(training.whole_weights(model))
-            engine.destroy()
-        rows.append((name, *unchanged, (weights[0] - weights[1]).abs().max().item()))
-    return rows
+            engine.optimizer.zero_grad()
+            if name in REPLICATED:  # as a step that is skipped does
+                engine.optimizer.averaged_gradients.update(dict.fromkeys(engine.optimizer.averaged_gradients))
+            unchanged.append(all(map(torch.equal, before, momenta_of(engine))))
+        training.micro_step(engine, job, 3, *batches[1])
+        engine.step()
+        assert engine.was_step_applied()
+        weights.append(training.whole_weights(model))
+        engine.destroy()
+    return *unchanged, (weights[0] - weights[1]).abs().max().item()
 
 
 def test_a_step_compiles_nothing(ranks: Any) -> None:
@@ -215,21 +206,16 @@ def compiling_case() -> tuple[int, bool]:
     before = training.whole_weights(model)
     torch._dynamo.config.disable = False  # ``make_engine`` disables the compiler
     counters.clear()
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    engine.step()
-    changed = not torch.equal(before, training.whole_weights(model))
-    engine.destroy()
-    return counters["frames"]["total"], changed
+    training.step(engine, job)
+    return counters["frames"]["total"], not torch.equal(before, training.whole_weights(model))
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "shape, heads, expected",
-    [
-        ((6, 4), None, [(0, (6, 4), None)]),
-        ((6, 3, 2, 2), None, [(0, (6, 12), None)]),  # a kernel is one matrix
-        ((5, 6, 4), None, [(0, (2, 6, 4), None), (48, (2, 6, 4), None), (96, (1, 6, 4), None)]),  # packed experts
-        ((12, 4), 3, [(0, (8, 4), 2), (32, (4, 4), 1)]),
-    ],
+    ((6, 4), None, [(0, (6, 4), None)]),
+    ((6, 3, 2, 2), None, [(0, (6, 12), None)]),  # a kernel is one matrix
+    ((5, 6, 4), None, [(0, (2, 6, 4), None), (48, (2, 6, 4), None), (96, (1, 6, 4), None)]),  # packed experts
+    ((12, 4), 3, [(0, (8, 4), 2), (32, (4, 4), 1)]),
 )
 def test_a_parameter_is_divided_between_matrices(
     shape: tuple[int, ...], heads: int | None, expected: list[tuple[int, tuple[int, ...], int | None]]

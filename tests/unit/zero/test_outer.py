@@ -4,7 +4,6 @@
 
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from scripts.emulation.traffic import TrafficMeter
 from tests.harness import outer_oracle, snapshots, training
 from tests.harness.logs import logged
 from tests.harness.outer_oracle import KEY
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import SMALL, Job
 
 ALL = ("NNI", "NII", "INI", "III")
@@ -89,11 +88,10 @@ def test_training_matches_a_model_copy_for_each_group(
     outer: dict[str, Any],
     bound: float,
 ) -> None:
-    for rows in ranks(n).run(outer_oracle.beside, names, job, outer, group_size):
-        for row in rows:
-            assert row.weights < bound and row.losses < bound and row.anchors and row.together, row
-            assert row.measures < max(bound, 1e-3), row
-            assert bound == EXACT or row.weights > EXACT, row
+    for row in ranks(n).rows(outer_oracle.beside, names, job, outer, group_size):
+        assert row.weights < bound and row.losses < bound and row.anchors and row.together, row
+        assert row.measures < max(bound, 1e-3), row
+        assert bound == EXACT or row.weights > EXACT, row
 
 
 MUON = replace(JOB, optimizer="Muon", accumulation=2, steps=3)
@@ -110,66 +108,55 @@ def trained_case(names: tuple[str, ...], outer: dict[str, Any]) -> list[list[flo
     return [training.train(MUON, training.placed(name, 2, **outer)).weights.tolist() for name in names]
 
 
-def set_case(names: tuple[str, ...]) -> list[Any]:
-    """Set weights after two of three inner steps; return what the anchors and later steps have, and the error of a
-    step of outer weights."""
-    rows = []
-    for name in names:
-        outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False, "fragments": 2}
-        engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: outer}))
-        batches = snapshots.steps_of(JOB, 3)
-        snapshots.run(engine, JOB, batches[:2])
-        with engine.optimizer.outer.use_outer_weights():
-            before = _weights(engine, model)
-            error = snapshots.error_of(engine.step)
-        param = dict(model.named_parameters())["layers.1.weight"]
-        value = torch.full(getattr(param, "ds_shape", param.shape), 0.25)
-        safe_set_full_fp32_param(param, value)
-        with engine.optimizer.outer.use_outer_weights():
-            anchors = _weights(engine, model)
-        changed = [key for key in anchors if not torch.equal(anchors[key], before[key])]
-        equal = torch.equal(anchors["layers.1.weight"], value)
-        snapshots.run(engine, JOB, batches[2:])
-        after = _weights(engine, model)
-        with engine.optimizer.outer.use_outer_weights():
-            agreed = torch.cat([values.flatten() for values in _weights(engine, model).values()])
-        together = training.replicas_equal(agreed)
-        near = (after["layers.1.weight"] - value).abs().max().item()  # by a step, not back where it was
-        rows.append((name, changed, equal, together, near < 0.1, "deepspeed_ext.outer_weights" in error))
-        engine.destroy()
-    return rows
+def set_case(name: str) -> tuple[Any, ...]:
+    """Set weights after two of three inner steps; return what anchors and later steps have, and a step's error."""
+    outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False, "fragments": 2}
+    engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: outer}))
+    batches = snapshots.steps_of(JOB, 3)
+    snapshots.run(engine, JOB, batches[:2])
+    with engine.optimizer.outer.use_outer_weights():
+        before = _weights(engine, model)
+        error = snapshots.error_of(engine.step)
+    param = dict(model.named_parameters())["layers.1.weight"]
+    value = torch.full(getattr(param, "ds_shape", param.shape), 0.25)
+    safe_set_full_fp32_param(param, value)
+    with engine.optimizer.outer.use_outer_weights():
+        anchors = _weights(engine, model)
+    changed = [key for key in anchors if not torch.equal(anchors[key], before[key])]
+    equal = torch.equal(anchors["layers.1.weight"], value)
+    snapshots.run(engine, JOB, batches[2:])
+    after = _weights(engine, model)
+    with engine.optimizer.outer.use_outer_weights():
+        agreed = torch.cat([values.flatten() for values in _weights(engine, model).values()])
+    together = training.replicas_equal(agreed)
+    near = (after["layers.1.weight"] - value).abs().max().item()  # by a step, not back where it was
+    return changed, equal, together, near < 0.1, "deepspeed_ext.outer_weights" in error
 
 
 def test_weights_set_by_a_script_reach_all_groups(ranks: Any) -> None:
-    expected = [(name, ["layers.1.weight"], True, True, True, True) for name in ALL]
-    assert ranks(4).run(set_case, ALL) == [expected] * 4
+    expected = [(name, (["layers.1.weight"], True, True, True, True)) for name in ALL]
+    assert ranks(4).each(set_case, ALL) == expected * 4
 
 
-def modified_case(names: tuple[str, ...]) -> list[bool]:
+def modified_case(name: str) -> bool:
     """Whether a modification on one rank reaches all groups."""
-    rows = []
-    for name in names:
-        engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: OUTER}))
-        params = list(model.parameters())
-        with deepspeed.zero.GatheredParameters(params, modifier_rank=3):
-            for param in params if dist.get_rank() == 3 else ():
-                param.data.fill_(0.5)
-        rows.append(bool((training.whole_weights(model) == 0.5).all()))
-        engine.destroy()
-    return rows
+    _, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: OUTER}))
+    params = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=3):
+        for param in params if dist.get_rank() == 3 else ():
+            param.data.fill_(0.5)
+    return bool((training.whole_weights(model) == 0.5).all())
 
 
 def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
-    assert ranks(4).run(modified_case, ALL[2:]) == [[True] * 2] * 4
+    assert ranks(4).each(modified_case, ALL[2:]) == [(name, True) for name in ALL[2:]] * 4
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "engine, message",
-    [
-        ({"pipeline_parallelism": True}, "stages of a pipeline .* but with paro_outer_optimizer .* Remove paro_outer"),
-        ({"has_moe_layers": True}, "ranks with the same experts may be in one group.* Remove paro_outer"),
-        ({"sequence_parallel_size": 4}, "4 ranks share a sequence, and groups have 2, .* Set .*paro_group_size to a"),
-    ],
+    ({"pipeline_parallelism": True}, "stages of a pipeline .* but with paro_outer_optimizer .* Remove paro_outer"),
+    ({"has_moe_layers": True}, "ranks with the same experts may be in one group.* Remove paro_outer"),
+    ({"sequence_parallel_size": 4}, "4 ranks share a sequence, and groups have 2, .* Set .*paro_group_size to a"),
     ids=str,
 )
 def test_options_that_need_all_groups_are_refused(engine: dict[str, Any], message: str) -> None:
@@ -192,16 +179,13 @@ NOTHING, A_FLAG = 60, 250  # bytes a step beside barriers, at most, of which som
 PLAIN, STREAMING = {"steps": 3}, {"steps": 4, "fragments": 2, "delay": 1}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "world, group, bits, outer, dtype, names",
-    [
-        (4, 2, 16, STREAMING, "bf16", ("NNI",)),
-        *deep((4, 2, 4, PLAIN, "fp32", ("NII",)), (4, 2, 8, PLAIN, "fp16", ("INI",))),
-        *deep((6, 2, 4, STREAMING, "fp32", ("NII",)), (4, 2, 32, PLAIN, "fp32", ALL)),
-        *deep((4, 1, 8, STREAMING, "bf16", ALL), (6, 3, 16, PLAIN, "fp32", ALL)),
-        *deep((8, 2, 4, STREAMING, "fp16", ALL)),
-    ],
-    ids=by_strategies,
+    (4, 2, 16, STREAMING, "bf16", ("NNI",)),
+    *deep((4, 2, 4, PLAIN, "fp32", ("NII",)), (4, 2, 8, PLAIN, "fp16", ("INI",))),
+    *deep((6, 2, 4, STREAMING, "fp32", ("NII",)), (4, 2, 32, PLAIN, "fp32", ALL)),
+    *deep((4, 1, 8, STREAMING, "bf16", ALL), (6, 3, 16, PLAIN, "fp32", ALL)),
+    *deep((8, 2, 4, STREAMING, "fp16", ALL)),
 )
 def test_groups_receive_only_the_fragments_that_are_due(
     ranks: Any,
@@ -232,8 +216,7 @@ def bytes_case(
     names: tuple[str, ...], group: int, outer: dict[str, int], dtype: str
 ) -> tuple[int, list[tuple[str, float, list[float]]]]:
     """Return the parameters, and for each strategy the mean bytes that a rank receives from other groups, by barriers
-    alone, and in each step from the second one to the end of the second outer period, with all fragments sent in
-    it."""
+    alone, and in each step from the second one to the end of the second outer period, with all fragments."""
     job = training.Job(sizes=SIZES, empty=False, dtype=dtype)
     rows, parameters = [], 0
     for name in names:
@@ -248,8 +231,7 @@ def bytes_case(
             meter.start()
             dist.barrier()
             if step > 0:
-                training.micro_step(engine, job, step, *next(data))
-                engine.step()
+                training.step(engine, job, step, data)
                 engine.optimizer.outer.receive_fragments()
             dist.barrier()
             time.sleep(REST)
@@ -267,9 +249,10 @@ H, DELAY = 4, 2
 STOP = 2 * H  # the step before or after which a group stops: a fragment sent after it is applied DELAY steps later
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "name, after",
-    [("III", False), *deep(("III", True), ("NII", False), ("NII", True))],
+    ("III", False),
+    *deep(("III", True), ("NII", False), ("NII", True)),
     ids=lambda value: MOMENTS.get(value, value),
 )
 def test_a_slow_group_delays_others_only_at_its_fragment(ranks: Any, name: str, after: bool) -> None:
@@ -296,50 +279,44 @@ def slow_case(name: str, after: bool) -> tuple[float, float, dict[int, float]]:
             begin = time.monotonic()
             time.sleep(SLEEP)
             end = time.monotonic()
-        training.micro_step(engine, job, step - 1, *next(data))
-        engine.step()
+        training.step(engine, job, step - 1, data)
         if step >= STOP:
             ends[step] = time.monotonic()
     engine.destroy()
     return begin, end, ends
 
 
-def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
-    """Return where a checkpoint's weights differ from the anchors: on disk, in a 16-bit file, and in other runs; and
-    headers that name other ranks."""
+def elsewhere_case(name: str, folder: str) -> tuple[Any, ...]:
+    """Return where weights differ from the anchors: on disk, in 16 bits, in other runs; headers with other ranks."""
     job = snapshots.job_of("fp32")
-    rows = []
-    for name in names:
-        where = f"{folder}/{name}"
-        engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
-        snapshots.run(engine, job, snapshots.steps_of(job, 3))
-        theirs = snapshots.snapshot(engine, model, job)
-        with engine.optimizer.outer.use_outer_weights():
-            anchors = _weights(engine, model)
-        back = snapshots.difference(theirs, snapshots.snapshot(engine, model, job))
-        apart = [key for key in anchors if not torch.equal(anchors[key], _weights(engine, model)[key])]
-        engine.save_checkpoint(where)
-        engine.save_16bit_model(where, "weights.bin")
+    where = f"{folder}/{name}"
+    engine, model = training.make_trained(job, training.placed(name, 2, **{KEY: {"steps": 2}}), 3)
+    theirs = snapshots.snapshot(engine, model, job)
+    with engine.optimizer.outer.use_outer_weights():
+        anchors = _weights(engine, model)
+    back = snapshots.difference(theirs, snapshots.snapshot(engine, model, job))
+    apart = [key for key in anchors if not torch.equal(anchors[key], _weights(engine, model)[key])]
+    engine.save_checkpoint(where)
+    engine.save_16bit_model(where, "weights.bin")
+    engine.destroy()
+    dist.barrier()
+    on_disk = get_fp32_state_dict_from_zero_checkpoint(where)
+    differ = [key for key, value in anchors.items() if not torch.equal(on_disk[key], value)]
+    files = Path(where, "global_step3").glob("*_model_states.pt")
+    headers = [torch.load(file, weights_only=False)[HEADER] for file in files]
+    differ += [str(header) for header in headers if (header["ranks"], header["group_size"]) != (4, 2)]
+    if dist.get_rank() == 0 and Path(where, "weights.bin").exists():
+        saved = torch.load(f"{where}/weights.bin")
+        differ += [f"{key} of 16 bits" for key in anchors if not torch.equal(saved[key].float(), anchors[key])]
+    for other in _others(name):
+        engine, model = training.make_engine(job, other)
+        engine.load_checkpoint(where)
+        weights = _weights(engine, model)
+        differ += [f"{key} {other}" for key in anchors if not torch.equal(weights[key], anchors[key])]
+        snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
+        differ += [f"finite {other}" for value in _weights(engine, model).values() if not value.isfinite().all()]
         engine.destroy()
-        dist.barrier()
-        on_disk = get_fp32_state_dict_from_zero_checkpoint(where)
-        differ = [key for key, value in anchors.items() if not torch.equal(on_disk[key], value)]
-        files = Path(where, "global_step3").glob("*_model_states.pt")
-        headers = [torch.load(file, weights_only=False)[HEADER] for file in files]
-        differ += [str(header) for header in headers if (header["ranks"], header["group_size"]) != (4, 2)]
-        if dist.get_rank() == 0 and Path(where, "weights.bin").exists():
-            saved = torch.load(f"{where}/weights.bin")
-            differ += [f"{key} of 16 bits" for key in anchors if not torch.equal(saved[key].float(), anchors[key])]
-        for other in _others(name):
-            engine, model = training.make_engine(job, other)
-            engine.load_checkpoint(where)
-            weights = _weights(engine, model)
-            differ += [f"{key} {other}" for key in anchors if not torch.equal(weights[key], anchors[key])]
-            snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
-            differ += [f"finite {other}" for value in _weights(engine, model).values() if not value.isfinite().all()]
-            engine.destroy()
-        rows.append((name, bool(apart), back, differ))
-    return rows
+    return bool(apart), back, differ
 
 
 def _others(name: str) -> list[dict[str, Any]]:
@@ -368,17 +345,15 @@ def test_only_compressed_changes_have_errors_to_feed_back(bits: bool) -> None:
     assert OuterOptimizer._error_feedback_spans(outer, fragment) == (expected if bits else ())
 
 
-@pytest.mark.parametrize("names", [("NNI", "III"), *deep((("NII", "INI"),))], ids=by_strategies)
+@with_cases("names", ("NNI", "III"), *deep((("NII", "INI"),)))
 def test_another_run_continues_from_the_anchors(ranks: Any, tmp_path: Any, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(elsewhere_case, str(tmp_path), names):
-        assert rows == [(name, True, {}, []) for name in names]
+    assert ranks(4).each(elsewhere_case, names, str(tmp_path)) == [(name, (True, {}, [])) for name in names] * 4
 
 
 def converted_case(folder: str, name: str) -> list[str]:
     """Return where a universal checkpoint's weights differ from the anchors, in runs of other strategies and sizes."""
     job = snapshots.job_of("fp32")
-    engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
-    snapshots.run(engine, job, snapshots.steps_of(job, 3))
+    engine, model = training.make_trained(job, training.placed(name, 2, **{KEY: {"steps": 2}}), 3)
     with engine.optimizer.outer.use_outer_weights():
         anchors = _weights(engine, model)
     engine.save_checkpoint(folder)
@@ -409,15 +384,13 @@ def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
     save's after a load, with and without such files of the previous save."""
     job = snapshots.job_of("fp32")
     outer, plain = training.placed("NII", 1, **{KEY: {"steps": 2}}), training.placed("NII", 1)
-    engine, model = training.make_engine(job, outer)
-    snapshots.run(engine, job, snapshots.steps_of(job, 3))
+    engine, model = training.make_trained(job, outer, 3)
     engine.save_checkpoint(folder, "tag")
     engine.destroy()
     old = sorted(Path(folder, "tag").glob("outer_rank_*.pt"))
     own = old[dist.get_rank()]
     shutil.copy(own, f"{folder}/{own.name}")
-    engine, model = training.make_engine(job, plain)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine, model = training.make_trained(job, plain)
     engine.save_checkpoint(folder, "tag")
     saved = _weights(engine, model)
     engine.destroy()

@@ -9,13 +9,12 @@ import threading
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from tests.harness import networks, training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
 AT_BOUNDARY = ("INI", "ING", "III", "IIG", "GNG", "GIG")
@@ -47,117 +46,103 @@ JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "job, names",
-    [
-        *((job, some) for job, (_, some, _) in JOBS.items() if some),
-        *deep(*((job, every) for job, (*_, every) in JOBS.items())),
-    ],
-    ids=by_strategies,
+    *((job, some) for job, (_, some, _) in JOBS.items() if some),
+    *deep(*((job, every) for job, (*_, every) in JOBS.items())),
 )
 def test_results_with_overlap_are_bitwise_equal(ranks: Any, kernels: bool, job: str, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(bits_case, names, JOBS[job][0]):
-        for name, (equal_at_boundary, equal_without_overlap, number_sent, ahead) in zip(names, rows, strict=True):
-            assert equal_at_boundary and equal_without_overlap, name
-            early = name in BY_UNITS or (name in REPLICATED[:-1] and job != "boundaries in step")
-            assert (number_sent >= 1) == early, (name, number_sent)
-            assert ahead == (name in REPLICATED[1:]), name
+    for name, (equal, number_sent, ahead) in ranks(4).each(bits_case, names, JOBS[job][0]):
+        assert equal == [True, True], name
+        early = name in BY_UNITS or (name in REPLICATED[:-1] and job != "boundaries in step")
+        assert (number_sent >= 1) == early, (name, number_sent)
+        assert ahead == (name in REPLICATED[1:]), name
 
 
-def bits_case(names: tuple[str, ...], details: dict[str, Any]) -> list[tuple[bool, bool, int, bool]]:
-    """Return for each strategy whether weights, losses, and norms are the same if all buckets are sent at the
-    boundary, and without overlap; how many buckets are sent early; and whether steps end before parameters are
-    received."""
+def bits_case(name: str, details: dict[str, Any]) -> tuple[list[bool], int, bool]:
+    """Return whether weights, losses, and norms are the same if all buckets are sent at the boundary, and without
+    overlap; how many buckets are sent early; and whether steps end before parameters are received."""
     job, ready = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details}), Boundary.mark_ready
-    rows = []
-    for name in names:
-        sent: list[Any] = []
-        ahead = [False]
+    sent: list[Any] = []
+    ahead = [False]
 
-        def noting(boundary: Any, members: Any, sent: list[Any] = sent) -> Any:
-            now = ready(boundary, members)
-            sent += now
-            return now
+    def noting(boundary: Any, members: Any) -> Any:
+        now = ready(boundary, members)
+        sent.extend(now)
+        return now
 
-        def look(engine: Any, ahead: list[bool] = ahead) -> None:
-            updates = getattr(engine.optimizer, "updates", None)
-            ahead[0] = updates is not None and bool(updates.gathers._started)
+    def look(engine: Any) -> None:
+        updates = getattr(engine.optimizer, "updates", None)
+        ahead[0] = updates is not None and bool(updates.gathers._started)
 
-        keys = placed(name, overlap_comm=True)
-        with mock.patch.object(Boundary, "mark_ready", lambda boundary, members: []):
-            late = training.train(job, keys)
-        without = training.train(job, placed(name, overlap_comm=False))
-        with mock.patch.object(Boundary, "mark_ready", noting):
-            early = training.train(job, {**keys, "paro_overlap_updates": True} if name in REPLICATED else keys, look)
-        equal = [
-            torch.equal(early.weights, other.weights) and (early.losses, early.norms) == (other.losses, other.norms)
-            for other in (late, without)
-        ]
-        rows.append((equal[0], equal[1], len(sent), ahead[0]))
-    return rows
+    keys = placed(name, overlap_comm=True)
+    with mock.patch.object(Boundary, "mark_ready", lambda boundary, members: []):
+        late = training.train(job, keys)
+    without = training.train(job, placed(name, overlap_comm=False))
+    with mock.patch.object(Boundary, "mark_ready", noting):
+        early = training.train(job, {**keys, "paro_overlap_updates": True} if name in REPLICATED else keys, look)
+    equal = [
+        torch.equal(early.weights, other.weights) and (early.losses, early.norms) == (other.losses, other.norms)
+        for other in (late, without)
+    ]
+    return equal, len(sent), ahead[0]
 
 
 def test_units_are_reduced_during_the_backward(ranks: Any) -> None:
-    for rows in ranks(4).run(early_units_case):
+    for name, rows in ranks(4).each(early_units_case, BY_UNITS):
         # In the first step it is not known which parameters get several gradients.
-        at_boundary = {name: [False, False, False, True] for name in AT_BOUNDARY}
-        assert rows == at_boundary | {name: [True] * 4 for name in IN_EACH_MICRO_STEP}
+        assert rows == ([False, False, False, True] if name in AT_BOUNDARY else [True] * 4), (name, rows)
 
 
-def early_units_case() -> dict[str, list[bool]]:
+def early_units_case(name: str) -> list[bool]:
     """Return for each micro-batch of two steps of two whether a unit was reduced when the backward reaches the first
     layer; the layer waits for that in the last micro-batch, or in each, if the strategy allows it."""
     job = Job(sizes=networks.SQUARE, empty=False, zero=SMALL, accumulation=2)
-    rows: dict[str, list[bool]] = {}
-    for name in BY_UNITS:
-        sent, was_sent = threading.Event(), rows.setdefault(name, [])
-        last = "_add_full_bucket" if name[1:] == "NG" else "_store_sums" if name in AT_BOUNDARY else "_accumulate"
-        awaited = (3,) if name in AT_BOUNDARY else range(4)
-        original = getattr(ShardedGradients, last)
+    sent, was_sent = threading.Event(), list[bool]()
+    last = "_add_full_bucket" if name[1:] == "NG" else "_store_sums" if name in AT_BOUNDARY else "_accumulate"
+    awaited = (3,) if name in AT_BOUNDARY else range(4)
+    original = getattr(ShardedGradients, last)
 
-        def noting(*args: Any, original: Any = original, sent: Any = sent) -> None:
-            original(*args)
-            sent.set()
+    def noting(*args: Any) -> None:
+        original(*args)
+        sent.set()
 
-        def pause(gradient: Any, was_sent: Any = was_sent, sent: Any = sent, awaited: Any = awaited) -> None:
-            was_sent.append(sent.wait(30) if len(was_sent) in awaited else sent.is_set())
+    def pause(gradient: Any) -> None:
+        was_sent.append(sent.wait(30) if len(was_sent) in awaited else sent.is_set())
 
-        with mock.patch.object(ShardedGradients, last, noting):
-            engine, model = training.make_engine(job, placed(name))
-            model.layers[0].register_forward_hook(lambda *call, pause=pause: call[2].register_hook(pause) and None)
-            for _, (x, y) in zip(range(4), training.batches(job), strict=False):
-                loss = ((engine(x) - y) ** 2).mean()
-                sent.clear()
-                engine.backward(loss)
-                engine.step()
-            engine.destroy()
-    return rows
+    with mock.patch.object(ShardedGradients, last, noting):
+        engine, model = training.make_engine(job, placed(name))
+        model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(pause) and None)
+        for _, (x, y) in zip(range(4), training.batches(job), strict=False):
+            loss = ((engine(x) - y) ** 2).mean()
+            sent.clear()
+            engine.backward(loss)
+            engine.step()
+    return was_sent
 
 
 def test_a_full_bucket_is_sent_at_once(ranks: Any) -> None:
-    expected = {name: [1, 2, 3] for name in ("NIG", "NGG", "III", "GGG")}
-    assert ranks(2).run(full_bucket_cases, 29 * 29) == ranks(2).run(full_bucket_cases, 10**8) == [expected] * 2
+    for configured in (29 * 29, 10**8):
+        for name, counts in ranks(2).each(full_bucket_case, ("NIG", "NGG", "III", "GGG"), configured):
+            assert counts == [1, 2, 3], (configured, name, counts)
 
 
-def full_bucket_cases(configured: int) -> dict[str, list[int]]:
-    """Return for each strategy how many weights have been sent when the backward reaches the last layer but one, ...,
-    the first. A weight fills a bucket of this number of elements, or of a sixteenth of the model."""
+def full_bucket_case(name: str, configured: int) -> list[int]:
+    """Return how many weights have been sent when the backward reaches the last layer but one, ..., the first. A
+    weight fills a bucket of this number of elements, or of a sixteenth of the model."""
     weight = 29 * 29
     job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": configured, "overlap_comm": True})
-    rows: dict[str, list[int]] = {}
+    counts: list[int] = []
     with mock.patch("deepspeed_ext.strategy._LEAST_BUCKET", 1):
-        for name in ("NIG", "NGG", "III", "GGG"):
-            engine, model = training.make_engine(job, placed(name))
-            gradients, counts = engine.optimizer.gradients["dense"], rows.setdefault(name, [])
-            gradients.reduce = reduce = mock.Mock(wraps=gradients.reduce)
+        engine, model = training.make_engine(job, placed(name))
+        gradients = engine.optimizer.gradients["dense"]
+        gradients.reduce = reduce = mock.Mock(wraps=gradients.reduce)
 
-            def look(_: Any, reduce: Any = reduce, counts: Any = counts) -> None:
-                sent = [each for call in reduce.mock_calls for each in call.args[0]]
-                counts.append(sum((each if torch.is_tensor(each) else each[1]).numel() for each in sent) // weight)
+        def look(_: Any) -> None:
+            sent = [each for call in reduce.mock_calls for each in call.args[0]]
+            counts.append(sum((each if torch.is_tensor(each) else each[1]).numel() for each in sent) // weight)
 
-            for layer in model.layers[:-1]:
-                layer.register_forward_hook(lambda *call, look=look: call[2].register_hook(look) and None)
-            x, y = next(iter(training.batches(job)))
-            engine.backward(((engine(x) - y) ** 2).mean())
-            engine.destroy()
-    return rows
+        for layer in model.layers[:-1]:
+            layer.register_forward_hook(lambda *call: call[2].register_hook(look) and None)
+        training.micro_step(engine, job, 0, *next(training.batches(job)))
+    return counts

@@ -14,16 +14,14 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from tests.harness import networks, parity_table, training
 from tests.harness.networks import SQUARE
 from tests.harness.parity_table import GRADIENT_PATHS, PARTITIONED, REPLICATED
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import BF16, SMALL, Difference, Job, check, placed
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 ALL = (*REPLICATED, *PARTITIONED)
 
 
-@pytest.mark.parametrize(
-    "overlap, names", [(True, ("ING", "IIG", "GGG")), *deep((True, PARTITIONED), (False, PARTITIONED))]
-)
+@with_cases("overlap, names", (True, ("ING", "IIG", "GGG")), *deep((True, PARTITIONED), (False, PARTITIONED)))
 def test_parity_of_a_step_without_gradients(ranks: Any, overlap: bool, names: tuple[str, ...]) -> None:
     # Layer 1 in the first micro-batch of each step only, 2 in the last only, 3 in the first step only; the second step
     # uses nothing.
@@ -38,9 +36,9 @@ def test_parity_of_a_step_without_gradients(ranks: Any, overlap: bool, names: tu
 @pytest.mark.parametrize("group, names", [(1, ("NIG", "INI", "IGG")), *deep((1, ALL), (2, ALL))])
 def test_parity_of_groups_inside_the_data_parallel_group(ranks: Any, group: int, names: tuple[str, ...]) -> None:
     job = Job(accumulation=2, steps=2, tensor_parallel=2, zero=SMALL)
-    for differences in ranks(4).run(training.compare, job, group, names):
-        for row in differences:  # tensor-parallel ranks train different data, so only data-parallel ranks are equal
-            assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.same_decisions, row
+    # Tensor-parallel ranks train different data, so only data-parallel ranks are equal.
+    for row in ranks(4).rows(training.compare, job, group, names):
+        assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.same_decisions, row
 
 
 def test_offload_of_masters_in_bf16_sums_in_fp32(ranks: Any) -> None:
@@ -65,91 +63,76 @@ def low_precision_case() -> list[Difference]:
         return [training.beside(oracle, name, job, placed(name)) for name in ("NIG", "NGG")]
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, dtype, overlap",
-    [
-        (("NGG",), "fp32", False),
-        (("III",), "bf16", True),
-        *deep((REPLICATED, "bf16", True), (REPLICATED, "fp32", False)),
-        *deep((GRADIENT_PATHS, "bf16", True), (GRADIENT_PATHS, "fp32", False)),
-    ],
-    ids=by_strategies,
+    (("NGG",), "fp32", False),
+    (("III",), "bf16", True),
+    *deep((REPLICATED, "bf16", True), (REPLICATED, "fp32", False)),
+    *deep((GRADIENT_PATHS, "bf16", True), (GRADIENT_PATHS, "fp32", False)),
 )
 def test_two_backwards_at_one_boundary_add_up(ranks: Any, names: tuple[str, ...], dtype: str, overlap: bool) -> None:
     # Stock stage 2 loses the first one in fp32.
     zero = {**SMALL, "overlap_comm": overlap}
     job = Job(accumulation=1 if names[0][0] == "N" else 2, dtype=dtype, config=FP32_SUMS, zero=zero, steps=2)
-    for differences in ranks(4).run(two_backwards_case, job, names):
-        for name, difference in differences:
-            assert difference <= {"fp32": 1e-5, "bf16": 4e-3}[dtype], (name, difference)
+    for name, difference in ranks(4).each(two_backwards_case, names, job):
+        assert difference <= {"fp32": 1e-5, "bf16": 4e-3}[dtype], (name, difference)
 
 
-def two_backwards_case(job: Job, names: tuple[str, ...]) -> list[tuple[str, float]]:
+def two_backwards_case(name: str, job: Job) -> float:
     """Compare two losses in each micro-step, with a backward for each, with a backward of their sum."""
-    rows = []
-    for name in names:
-        weights = []
-        for summed in (False, True):
-            engine, model = training.make_engine(job, placed(name))
-            data = training.batches(job)
-            for _ in range(job.steps * job.accumulation):
-                batches = next(data), next(data)
-                if summed:
-                    engine.backward(sum(((engine(x) - y) ** 2).float().mean() for x, y in batches))
-                else:
-                    for x, y in batches:
-                        engine.backward(((engine(x) - y) ** 2).float().mean())
-                engine.step()
-            weights.append(training.whole_weights(model))
-            engine.destroy()
-        rows.append((name, ((weights[0] - weights[1]).abs().max() / weights[1].abs().max()).item()))
-    return rows
+    weights = []
+    for summed in (False, True):
+        engine, model, data = training.begin(job, placed(name))
+        for _ in range(job.steps * job.accumulation):
+            batches = next(data), next(data)
+            if summed:
+                engine.backward(sum(((engine(x) - y) ** 2).float().mean() for x, y in batches))
+            else:
+                for x, y in batches:
+                    engine.backward(((engine(x) - y) ** 2).float().mean())
+            engine.step()
+        weights.append(training.whole_weights(model))
+        engine.destroy()
+    return ((weights[0] - weights[1]).abs().max() / weights[1].abs().max()).item()
 
 
 def test_optimizer_replicas_take_the_same_decision(ranks: Any) -> None:
-    answers = ranks(4).run(replicas_case_of_replicated)
-    assert answers == [[(name, 4.0, True, float("inf")) for name in ("NNN", "NNI", "NII")]] * 4
-    assert ranks(4).run(replicas_case_of_partitioned) == [[("INI", [4.0], True), ("III", [4.0], True)]] * 4
+    for name, answers in ranks(4).each(replicas_case_of_replicated, ("NNN", "NNI", "NII")):
+        assert answers == (4.0, True, float("inf")), (name, answers)
+    for name, answers in ranks(4).each(replicas_case_of_partitioned, ("INI", "III")):
+        assert answers == ([4.0], True), (name, answers)
 
 
-def replicas_case_of_replicated() -> list[tuple[str, float, bool, float]]:
+def replicas_case_of_replicated(name: str) -> tuple[float, bool, float]:
     """Return norm, overflow, and invalid norm if the parent computes another result on each rank."""
     rank, group = dist.get_rank(), dist.get_rank() // 2
-    rows = []
-    for name in ("NNN", "NNI", "NII"):
-        engine, _ = training.make_engine(Job(), placed(name))
-        optimizer = engine.optimizer
-        # Ranks of a group get equal results; NNN has no groups for its optimizer, so results may differ by rank.
-        local_norm = float(1 + rank) if name == "NNN" else 2.0 * (1 + group)
+    engine, _ = training.make_engine(Job(), placed(name))
+    optimizer = engine.optimizer
+    # Ranks of a group get equal results; NNN has no groups for its optimizer, so results may differ by rank.
+    local_norm = float(1 + rank) if name == "NNN" else 2.0 * (1 + group)
 
-        def answer(norm: float, overflow: bool, optimizer: Any = optimizer) -> tuple[float, bool]:
-            parent = {
-                "scaled_global_norm": lambda self, norm_type=2: torch.tensor(norm),
-                "has_overflow_partitioned_grads_serial": lambda self: torch.tensor([overflow]),
-            }
-            with mock.patch.multiple(stage_1_and_2.DeepSpeedZeroOptimizer, **parent):
-                return optimizer.scaled_global_norm().item(), optimizer.has_overflow()
+    def answer(norm: float, overflow: bool, optimizer: Any = optimizer) -> tuple[float, bool]:
+        parent = {
+            "scaled_global_norm": lambda self, norm_type=2: torch.tensor(norm),
+            "has_overflow_partitioned_grads_serial": lambda self: torch.tensor([overflow]),
+        }
+        with mock.patch.multiple(stage_1_and_2.DeepSpeedZeroOptimizer, **parent):
+            return optimizer.scaled_global_norm().item(), optimizer.has_overflow()
 
-        valid, overflow = answer(local_norm, group == 1)
-        invalid, _ = answer(-1.0 if group == 0 else 5.0, False)
-        rows.append((name, valid, overflow, invalid))
-        engine.destroy()
-    return rows
+    valid, overflow = answer(local_norm, group == 1)
+    invalid, _ = answer(-1.0 if group == 0 else 5.0, False)
+    return valid, overflow, invalid
 
 
-def replicas_case_of_partitioned() -> list[tuple[str, list[float], bool]]:
+def replicas_case_of_partitioned(name: str) -> tuple[list[float], bool]:
     """Return norms and overflow if the parent computes another result in each group."""
     group = dist.get_rank() // 2
     norms_of_group = {"_get_norm_groups": lambda self: [torch.tensor(2.0 * (1 + group))]}
-    rows = []
-    for name in ("INI", "III"):
-        engine, _ = training.make_engine(Job(), placed(name))
-        with mock.patch.multiple(DeepSpeedZeroOptimizer_Stage3, **norms_of_group):
-            norms = [float(norm) for norm in engine.optimizer._get_norm_groups()]
-        engine.optimizer.inf_or_nan_tracker.fill_(group == 1)
-        rows.append((name, norms, engine.optimizer.has_overflow()))
-        engine.destroy()
-    return rows
+    engine, _ = training.make_engine(Job(), placed(name))
+    with mock.patch.multiple(DeepSpeedZeroOptimizer_Stage3, **norms_of_group):
+        norms = [float(norm) for norm in engine.optimizer._get_norm_groups()]
+    engine.optimizer.inf_or_nan_tracker.fill_(group == 1)
+    return norms, engine.optimizer.has_overflow()
 
 
 def test_an_invalid_norm_is_reported_as_by_stock(ranks: Any) -> None:
@@ -171,27 +154,24 @@ RETURNING = {"network": networks.Returning, "steps": 3}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, details, zero",
-    [
-        (("ING",), WANDERING, {}),
-        # IGG reduces buckets between groups in each micro-step: they must have the same contents in all groups.
-        (("IGG",), {**REORDERING, "steps": 6}, {"reduce_bucket_size": 300, "overlap_comm": True}),  # below a parameter
-        # A bucket is sent again with a later gradient; with overlap, only in the first step.
-        *deep((("IGG",), {**RETURNING, "accumulation": 4}, {"overlap_comm": True})),
-        *deep((("IGG",), RETURNING, {"overlap_comm": False})),
-        # Two dtypes are sent.
-        *deep((("IGG",), {**REORDERING, "config": AUTOCAST}, {"reduce_bucket_size": 300, "overlap_comm": False})),
-        *deep(
-            (
-                ("IGG",),
-                {**REORDERING, "groups": 2, "checkpointing": True},
-                {"reduce_bucket_size": 1000, "overlap_comm": True},
-            )
-        ),
-        *deep((("INI", "III", "IIG", "IGG"), WANDERING, {}), (("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
-    ],
-    ids=by_strategies,
+    (("ING",), WANDERING, {}),
+    # IGG reduces buckets between groups in each micro-step: they must have the same contents in all groups.
+    (("IGG",), {**REORDERING, "steps": 6}, {"reduce_bucket_size": 300, "overlap_comm": True}),  # below a parameter
+    # A bucket is sent again with a later gradient; with overlap, only in the first step.
+    *deep((("IGG",), {**RETURNING, "accumulation": 4}, {"overlap_comm": True})),
+    *deep((("IGG",), RETURNING, {"overlap_comm": False})),
+    # Two dtypes are sent.
+    *deep((("IGG",), {**REORDERING, "config": AUTOCAST}, {"reduce_bucket_size": 300, "overlap_comm": False})),
+    *deep(
+        (
+            ("IGG",),
+            {**REORDERING, "groups": 2, "checkpointing": True},
+            {"reduce_bucket_size": 1000, "overlap_comm": True},
+        )
+    ),
+    *deep((("INI", "III", "IIG", "IGG"), WANDERING, {}), (("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
 )
 def test_groups_may_use_modules_in_different_orders(
     ranks: Any, names: tuple[str, ...], details: dict[str, Any], zero: dict[str, Any]
@@ -208,14 +188,12 @@ CACHED = {**HOST, "paro_parameter_cache_bytes": 3000}
 OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "details, zero",
-    [
-        ({"frozen": (1,), "accumulation": 2, "zero_init": "config"}, HOST),
-        ({"skipped": ((1, 1), (2, 1)), "accumulation": 2}, CACHED),
-        *deep(({"optimizer": "Adam"}, {**CACHED, **OPTIMIZER})),
-        *deep(({"optimizer": "Adam"}, {"offload_param": {"device": "cpu", "pin_memory": False}, **OPTIMIZER})),
-    ],
+    ({"frozen": (1,), "accumulation": 2, "zero_init": "config"}, HOST),
+    ({"skipped": ((1, 1), (2, 1)), "accumulation": 2}, CACHED),
+    *deep(({"optimizer": "Adam"}, {**CACHED, **OPTIMIZER})),
+    *deep(({"optimizer": "Adam"}, {"offload_param": {"device": "cpu", "pin_memory": False}, **OPTIMIZER})),
     ids=str,
 )
 def test_parity_of_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str, Any]) -> None:
@@ -232,28 +210,22 @@ def test_parity_on_a_single_rank(ranks: Any) -> None:
 
 
 def test_parity_of_a_boundary_declared_after_backward(ranks: Any) -> None:
-    for rows in ranks(4).run(late_boundary_case):
-        for name, difference in rows:
-            assert difference <= 1e-6, (name, difference)
+    for name, difference in ranks(4).each(late_boundary_case, ("III", "IGG", "GGG")):
+        assert difference <= 1e-6, (name, difference)
 
 
-def late_boundary_case() -> list[tuple[str, float]]:
-    """Return the difference of weights if the caller declares the boundary before the last backward or before the
-    step."""
+def late_boundary_case(name: str) -> float:
+    """Return the difference of weights if the boundary is declared before the last backward or before the step."""
     job = Job(accumulation=2)
-    rows = []
-    for name in ("III", "IGG", "GGG"):
-        weights = []
-        for late in (False, True):
-            engine, model = training.make_engine(job, placed(name))
-            data = training.batches(job)
-            for number in range(4):
-                engine.set_gradient_accumulation_boundary(number % 2 == 1 and not late)
-                training.micro_step(engine, job, number, *next(data))
-                if number % 2:
-                    engine.set_gradient_accumulation_boundary(True)
-                    engine.step()
-            weights.append(training.whole_weights(model))
-            engine.destroy()
-        rows.append((name, (weights[0] - weights[1]).abs().max().item()))
-    return rows
+    weights = []
+    for late in (False, True):
+        engine, model, data = training.begin(job, placed(name))
+        for number in range(4):
+            engine.set_gradient_accumulation_boundary(number % 2 == 1 and not late)
+            training.micro_step(engine, job, number, *next(data))
+            if number % 2:
+                engine.set_gradient_accumulation_boundary(True)
+                engine.step()
+        weights.append(training.whole_weights(model))
+        engine.destroy()
+    return (weights[0] - weights[1]).abs().max().item()

@@ -66,14 +66,10 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def rounding_case(job: Job, name: str) -> tuple[float, float, float, float]:
-    """Train with a strategy, or a stage of DeepSpeed's.
-
-    Returns:
-        The largest error of a step's reduced gradient, relative to its norm; the mean over steps of this error along
-        the exact gradient, relative to its norm; the largest difference of masters from masters of Adam in double
-        precision with the same reduced gradients; and the sum of differences of losses from losses of the rounded
-        masters.
-    """
+    """Train with a strategy, or a stage of DeepSpeed's. Return the largest error of a step's reduced gradient,
+    relative to its norm; the mean over steps of this error along the exact gradient, relative to its norm; the largest
+    difference of masters from masters of Adam in double precision with the same reduced gradients; and the sum of
+    differences of losses from losses of the rounded masters."""
     engine, model = training.make_engine(job, placed(name))
     used = [p for layer in model.layers for p in layer.parameters()]
     twin, data = Twin(job), training.batches(job)
@@ -97,5 +93,4 @@ def rounding_case(job: Job, name: str) -> tuple[float, float, float, float]:
         oracle.grad = found * min(1.0, job.clipping / (float(found.norm()) + 1e-6))
         adam.step()
     difference = float((flat(map(safe_get_full_fp32_param, used)) - oracle.detach()).abs().max())
-    engine.destroy()
     return max(gradients), sum(biases) / job.steps, difference, losses

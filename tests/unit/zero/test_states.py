@@ -4,6 +4,7 @@
 
 import itertools
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,41 +23,35 @@ from deepspeed_ext.zero.saved_states import keep_state_dtypes
 from tests.harness import training
 from tests.harness.parity_table import PARAMETER_PATHS
 from tests.harness.snapshots import error_of
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS, placed
 
 
 def test_a_weight_of_another_size_is_refused_as_with_stock(ranks: Any) -> None:
-    for stock, ours in ranks(4).run(another_size_case):
-        assert stock and ours == stock
+    (error,) = {error for _, error in ranks(4).each(another_size_case, ("3", "IIG"))}
+    assert error
 
 
-def another_size_case() -> list[str]:
-    """Return the errors of safe_set_full_fp32_param with too few elements, with stock stage 3 and a strategy."""
-    messages = []
-    for zero in ({"stage": 3}, placed("IIG")):
-        engine, model = training.make_engine(training.Job(), zero)
-        messages.append(error_of(utils.safe_set_full_fp32_param, model.layers[0].weight, torch.zeros(3)))
-        engine.destroy()
-    return messages
+def another_size_case(name: str) -> str:
+    """Return the error of safe_set_full_fp32_param with too few elements."""
+    _, model = training.make_engine(training.Job(), placed(name))
+    return error_of(utils.safe_set_full_fp32_param, model.layers[0].weight, torch.zeros(3))
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "dtype, optimizer, names",
-    [
-        ("fp32", "SGD", ("NIG", "GNG")),
-        ("bf16", "Muon", ("IIG",)),
-        *deep(("fp32", "SGD", ("NNG", *PARAMETER_PATHS)), ("bf16", "SGD", PARTITIONED)),
-    ],
+    ("fp32", "SGD", ("NIG", "GNG")),
+    ("bf16", "Muon", ("IIG",)),
+    *deep(("fp32", "SGD", ("NNG", *PARAMETER_PATHS)), ("bf16", "SGD", PARTITIONED)),
 )
 def test_states_may_be_offloaded_between_micro_steps(
     ranks: Any, dtype: str, optimizer: str, names: tuple[str, ...]
 ) -> None:
-    for rows in ranks(4).run(offload_states_case, dtype, optimizer, names):
-        assert rows == [(name, 0.0, True) for name in names]
+    for name, results in ranks(4).each(offload_states_case, names, dtype, optimizer):
+        assert results == (0.0, True), (name, results)
 
 
-def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> list[tuple[str, float, bool]]:
+def offload_states_case(name: str, dtype: str, optimizer: str) -> tuple[float, bool]:
     """Return the difference that offloading and reloading after each backward makes; with p = I or G whether memory is
     freed meanwhile and other memory is used afterwards, and with p = N whether destroy keeps no gradients."""
     # Other optimizers need DeepSpeed's FusedAdam, or Muon.
@@ -82,28 +77,24 @@ def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> l
         after = [optimizer.lp_param_buffer, optimizer.gradients["dense"].accumulator]
         return freed and all(map(torch.equal, before, after))
 
-    rows = []
-    for name in names:
-        job = training.Job(zero={**SEVERAL_BUCKETS, **placed(name)}, **details)
-        weights, right = [], True
-        for offload in (False, True):
-            engine, model = training.make_engine(job, {})
-            data = training.batches(job)
-            for number in range(4):
-                training.micro_step(engine, job, number, *next(data))
-                if offload and name in PARTITIONED:
-                    right &= move(engine)
-                elif offload:
-                    engine.offload_states(pin_memory=False)
-                    engine.reload_states()
-                engine.step()
-            weights.append(training.whole_weights(model))
-            training.micro_step(engine, job, 0, *next(data))
-            gradients = engine.optimizer.gradients["dense"]
-            engine.destroy()
-            right &= not getattr(gradients, "slices", ())
-        rows.append((name, (weights[0] - weights[1]).abs().max().item(), right))
-    return rows
+    job = training.Job(zero={**SEVERAL_BUCKETS, **placed(name)}, **details)
+    weights, right = [], True
+    for offload in (False, True):
+        engine, model, data = training.begin(job, {})
+        for number in range(4):
+            training.micro_step(engine, job, number, *next(data))
+            if offload and name in PARTITIONED:
+                right &= move(engine)
+            elif offload:
+                engine.offload_states(pin_memory=False)
+                engine.reload_states()
+            engine.step()
+        weights.append(training.whole_weights(model))
+        training.micro_step(engine, job, 0, *next(data))
+        gradients = engine.optimizer.gradients["dense"]
+        engine.destroy()
+        right &= not getattr(gradients, "slices", ())
+    return (weights[0] - weights[1]).abs().max().item(), right
 
 
 def optimizer_tensors(optimizer: Any) -> list[Any]:
@@ -114,13 +105,13 @@ def optimizer_tensors(optimizer: Any) -> list[Any]:
 
 
 def test_stock_accessors_see_reloaded_states(ranks: Any) -> None:
-    expected = {(name, everything): (True, True) for name in ("NNG", "NIG") for everything in (True, False)}
-    assert ranks(4).run(reloaded_case) == [expected] * 4
+    for name, results in ranks(4).each(reloaded_case, ("NNG", "NIG")):
+        assert results == [(True, True)] * 2, (name, results)
 
 
-def reloaded_case() -> dict[tuple[str, bool], tuple[bool, bool]]:
-    """Return for each strategy, after all states or only optimizer states return from the host, whether accessors read
-    the optimizer's own states, and whether they set them."""
+def reloaded_case(name: str) -> list[tuple[bool, bool]]:
+    """Return, after all states or only optimizer states return from the host, whether accessors read the optimizer's
+    own states, and whether they set them."""
 
     def moved(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         """Create new tensors of states, as on a device that is not the host."""
@@ -128,76 +119,55 @@ def reloaded_case() -> dict[tuple[str, bool], tuple[bool, bool]]:
             state.update({key: value.clone() for key, value in state.items() if torch.is_tensor(value)})
 
     job = training.Job(groups=2, zero=SEVERAL_BUCKETS)
-    results = {}
-    for name in ("NNG", "NIG"):
-        engine, model = training.make_engine(job, placed(name))
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
-        used = [p for layer in model.layers for p in layer.parameters()]
-        for include in (None, ["optim_states"]):
-            with mock.patch.multiple(stage_1_and_2, offload_optimizer_states=moved, reload_optimizer_states=moved):
-                engine.offload_states(include, pin_memory=False)
-                engine.reload_states()
-            states = [state["momentum_buffer"] for state in engine.optimizer.optimizer.state.values()]
-            for state in states:
-                state.fill_(3.0)
-            read = all(bool((utils.safe_get_full_optimizer_state(p, "momentum_buffer") == 3.0).all()) for p in used)
-            for param in used:
-                utils.safe_set_full_optimizer_state(param, torch.full_like(param, 5.0), "momentum_buffer")
-            results[name, include is None] = read, all(bool((state == 5.0).any()) for state in states)
-        engine.destroy()
+    results = []
+    engine, model = training.make_trained(job, name)
+    used = [p for layer in model.layers for p in layer.parameters()]
+    for include in (None, ["optim_states"]):
+        with mock.patch.multiple(stage_1_and_2, offload_optimizer_states=moved, reload_optimizer_states=moved):
+            engine.offload_states(include, pin_memory=False)
+            engine.reload_states()
+        states = [state["momentum_buffer"] for state in engine.optimizer.optimizer.state.values()]
+        for state in states:
+            state.fill_(3.0)
+        read = all(bool((utils.safe_get_full_optimizer_state(p, "momentum_buffer") == 3.0).all()) for p in used)
+        for param in used:
+            utils.safe_set_full_optimizer_state(param, torch.full_like(param, 5.0), "momentum_buffer")
+        results.append((read, all(bool((state == 5.0).any()) for state in states)))
     return results
 
 
 def test_an_optimizer_without_states_raises_as_stock(ranks: Any) -> None:
-    (errors,) = {tuple(errors) for errors in ranks(2).run(stateless_case)}
-    assert set(errors) == {"momentum_buffer not found in optimizer state fragment"}
+    for name, errors in ranks(2).each(stateless_case, ("2", "NIG")):
+        assert set(errors) == {"ValueError: momentum_buffer not found in optimizer state fragment"}, (name, errors)
 
 
-def stateless_case() -> list[str]:
+def stateless_case(name: str) -> list[str]:
     """Return the errors if states of SGD without momentum are read after a step; ours raises before a step, too."""
     # Each rank has a part of the weight: a rank without one would wait for ranks that raise.
     job = training.Job(sizes=(13, 37), config={"optimizer": {"params": {"lr": 0.1}}})
-    errors = []
-
-    def ask(model: Any) -> None:
-        with pytest.raises(ValueError, match="not found") as raised:
-            utils.safe_get_full_optimizer_state(model.layers[0].weight, "momentum_buffer")
-        errors.append(str(raised.value))
-
-    for name in ("2", "NIG"):
-        engine, model = training.make_engine(job, placed(name, group_size=1))
-        if name != "2":
-            ask(model)
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
-        ask(model)
-        engine.destroy()
-    return errors
+    engine, model = training.make_engine(job, placed(name, group_size=1))
+    ask = partial(error_of, utils.safe_get_full_optimizer_state, model.layers[0].weight, "momentum_buffer")
+    early = [ask()] if name != "2" else []
+    training.step(engine, job)
+    return [*early, ask()]
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "names, dtype, zero",
-    [
-        pytest.param(("NNG", "NIG", "ING", "GGG"), "fp32", {}, marks=pytest.mark.quick),
-        *deep(*itertools.product((REPLICATED, PARTITIONED), ("fp32", "bf16"), ({}, OFFLOAD))),
-    ],
+    pytest.param(("NNG", "NIG", "ING", "GGG"), "fp32", {}, marks=pytest.mark.quick),
+    *deep(*itertools.product((REPLICATED, PARTITIONED), ("fp32", "bf16"), ({}, OFFLOAD))),
 )
 def test_accessors_and_steps_read_the_values_that_were_set(
     ranks: Any, names: tuple[str, ...], dtype: str, zero: Any
 ) -> None:
-    for rows in ranks(4).run(every_accessor_case, names, dtype, zero):
-        assert rows == [(name, []) for name in names]
+    assert ranks(4).each(every_accessor_case, names, dtype, zero) == [(name, []) for name in names] * 4
 
 
-def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[tuple[str, list[str]]]:
-    """Return for each strategy the functions that return or set other values than were set.
-
-    Values are multiples of 1/8, so a step of SGD has no rounding.
-    """
+def every_accessor_case(name: str, dtype: str, zero: Any) -> list[str]:
+    """Return functions that return or set other values than were set: multiples of 1/8, which SGD does not round."""
 
     class OfAllSizes(training.Network):
         """With parameters of 1, 2, 23 and 529 elements."""
@@ -218,22 +188,16 @@ def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[t
         zero={**SEVERAL_BUCKETS, **zero},
         config={"optimizer": {"params": {"momentum": 0.5}}, "zero_force_ds_cpu_optimizer": False},
     )
-    rows = []
-    for name in names:
-        engine, model = training.make_engine(job, placed(name))
-        data = training.batches(job)
-        for number in range(2):
-            training.micro_step(engine, job, number, *next(data))
-            if number == 0:
-                engine.step()
-        rows.append((name, wrong_accessors(engine, [*model.layers.parameters(), model.one, model.two])))
-        engine.destroy()
-    return rows
+    engine, model, data = training.begin(job, placed(name))
+    for number in range(2):
+        training.micro_step(engine, job, number, *next(data))
+        if number == 0:
+            engine.step()
+    return wrong_accessors(engine, [*model.layers.parameters(), model.one, model.two])
 
 
 def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
-    """After a backward at the boundary, return functions that do not return set values, and wrong values in the
-    step."""
+    """After a boundary's backward, return functions that do not return set values, and wrong values in the step."""
     generator, wrong = torch.Generator().manual_seed(3), list[str]()
     of_parts = all(hasattr(param, "ds_id") for param in params)
     shapes = [getattr(param, "ds_shape", param.shape) for param in params]
@@ -283,35 +247,25 @@ def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
 
 
 def test_incomplete_gradients_cannot_be_read(ranks: Any) -> None:
-    for rows in ranks(4).run(unfinished_case):
-        for name, early, late in rows:
-            if name == "IGG":  # g = os
-                assert early is None, (name, early)
-            else:
-                assert early is not None and f"paro_strategy {hyphenate(name)}" in early
-                assert "only at the accumulation boundary" in early
-            assert late is None, (name, late)
+    for name, (early, late) in ranks(4).each(unfinished_case, ("INI", "IIG", "IGG")):
+        if name == "IGG":  # g = os
+            assert early == "", (name, early)
+        else:
+            assert early.startswith("RuntimeError") and f"paro_strategy {hyphenate(name)}" in early
+            assert "only at the accumulation boundary" in early
+        assert late == "", (name, late)
 
 
-def unfinished_case() -> list[tuple[str, str | None, str | None]]:
+def unfinished_case(name: str) -> list[str]:
     """Return the errors of safe_get_full_grad after the first and after the last of two micro-steps."""
     job = training.Job(accumulation=2)
-    rows = []
-    for name in ("INI", "IIG", "IGG"):
-        engine, model = training.make_engine(job, placed(name))
-        data = training.batches(job)
-        errors: list[str | None] = []
-        for number in range(2):
-            training.micro_step(engine, job, number, *next(data))
-            try:
-                utils.safe_get_full_grad(model.layers[0].weight)
-                errors.append(None)
-            except RuntimeError as error:
-                errors.append(str(error))
-            engine.step()
-        rows.append((name, *errors))
-        engine.destroy()
-    return rows
+    engine, model, data = training.begin(job, placed(name))
+    errors = []
+    for number in range(2):
+        training.micro_step(engine, job, number, *next(data))
+        errors.append(error_of(utils.safe_get_full_grad, model.layers[0].weight))
+        engine.step()
+    return errors
 
 
 def _optimizer(**states: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:

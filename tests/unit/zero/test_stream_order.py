@@ -13,7 +13,7 @@ import pytest
 from tests.harness import stream_cases
 from tests.harness.missing_wait_mutations import sites
 from tests.harness.stream_order import device_with_streams
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, with_cases
 
 # By call (see ``missing_wait_mutations.sites``): the strategy and the set of ``stream_cases.OPTIONS`` that detect
 # its absence, and the index of the first training in ``TRAININGS`` that does, if it is not 0.
@@ -207,18 +207,16 @@ LATER += ("pipeline, LoCo", "no_sync", "experts, in few bits", "in few bits, off
 LATER += ("parameters, pageable",)
 
 
-@pytest.mark.parametrize(
+@with_cases(
     "options, number, of_two",
-    [
-        *((one, 2 if one == "defaults" else 1, {}) for one in ON_FOUR_RANKS if one not in LATER),
-        # On two ranks, in one group or in two.
-        *(
-            (one, 1, {"group_size": 1 + at % 2})
-            for at, one in enumerate(SETS)
-            if one not in ON_DEVICE + ON_FOUR_RANKS + LATER
-        ),
-        *deep(*((one, len(names), {}) for one, names in SETS.items())),
-    ],
+    *((one, 2 if one == "defaults" else 1, {}) for one in ON_FOUR_RANKS if one not in LATER),
+    # On two ranks, in one group or in two.
+    *(
+        (one, 1, {"group_size": 1 + at % 2})
+        for at, one in enumerate(SETS)
+        if one not in ON_DEVICE + ON_FOUR_RANKS + LATER
+    ),
+    *deep(*((one, len(names), {}) for one, names in SETS.items())),
 )
 def test_data_is_complete_before_it_is_used(
     ranks: Any, kernels: bool, tmp_path: Path, options: str, number: int, of_two: dict[str, int]

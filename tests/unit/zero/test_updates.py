@@ -154,8 +154,7 @@ def by_hand_case() -> dict[str, tuple[bool, bool]]:
         model.train()
         ways = ways_to_read(engine, model, torch.ones(1, model.layers[-1].in_features))
         for reader, read in ways.items():
-            training.micro_step(engine, job, 0, *next(data))
-            engine.step()
+            training.step(engine, job, 0, data)
             values, waited = read(), gate.is_set()
             if reader != "destroy":
                 deepspeed_ext.wait_for_updates()
@@ -171,9 +170,7 @@ def iteration_case() -> tuple[bool, bool, list[set[str]]]:
     job = training.Job(empty=False)
     classes = []
     with updates_held_until_waited_for() as gate:
-        engine, model = training.make_engine(job, AHEAD)
-        training.micro_step(engine, job, 0, *next(training.batches(job)))
-        engine.step()
+        engine, model = training.make_trained(job, AHEAD)
         engine.zero_grad()  # as HF's Trainer does
         model.train()
         begun, waited = engine.optimizer.updates.gathers.in_flight, gate.is_set()
@@ -199,8 +196,7 @@ def compiled_case() -> tuple[bool, list[bool]]:
             read = torch.compile(lambda x, last=last: torch.nn.functional.linear(x, last.weight), backend="eager")
             called = torch.compile(lambda x, last=last: last(x), backend="eager")
             for function in (read, read, called):
-                training.micro_step(engine, job, 0, *next(data))
-                engine.step()
+                training.step(engine, job, 0, data)
                 if compiled:
                     function(x)
                     waited.append(gate.is_set())
@@ -231,11 +227,9 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
     sub_groups, waited, weights = set[int](), list[int](), dict[str, Any]()
     for name, windows, extra in (("one", 1, {}), ("many", 16, {}), ("many, exact", 16, exact)):
         with mock.patch.multiple(strategy, _LEAST_BUCKET=1, _BUCKETS=windows):  # windows of a small model, too
-            engine, model = training.make_engine(job, placed("IIG", **extra))
-            data = training.batches(job)
+            engine, model, data = training.begin(job, placed("IIG", **extra))
             for number in range(job.steps):
-                training.micro_step(engine, job, number, *next(data))
-                engine.step()
+                training.step(engine, job, number, data)
         sub_groups.add(len(engine.optimizer.fp16_groups))
         total = sum(param.ds_numel for param in model.parameters())
         if name == "many":
