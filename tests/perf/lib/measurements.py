@@ -48,7 +48,7 @@ class Measurement:
         short, most: turns with steps that together take less than ``short`` seconds have up to ``most`` steps.
         batch_rows: rows of a micro-batch.
         stock, least: required speed of methods relative to ``stock``, by setting and method.
-        slack: bytes that a node may send in a step beyond the formula.
+        bytes_bound, slack: share and number of bytes that a node may send in a step beyond the formula.
         compared, bounds, loco_bound: quantities that must not differ from the first method's, and the largest allowed
             differences, relative to the largest weight: bf16 has a precision of 2^-9, and gradients depend on
             the order of sums.
@@ -65,6 +65,7 @@ class Measurement:
     batch_rows: ClassVar[int] = ROWS
     stock: ClassVar[str] = "ZeRO-3"
     least: ClassVar[Mapping[str, dict[str, float]]] = {}
+    bytes_bound: ClassVar[float] = BYTES_BOUND
     slack: ClassVar[float] = 0.0
     compared: ClassVar[str] = "weights"
     bounds: ClassVar[Mapping[str, float]] = {FP32: 1e-4, BF16: 2**-7}
@@ -191,7 +192,7 @@ class Measurement:
         """Return a message if a method did not send the bytes of the formula."""
         due = 0.0 if NATIVE in row.method else row.formula_bytes or 0.0
         error = row.bytes_between / due - 1 if due else 0.0
-        apart = due and abs(error) > BYTES_BOUND + cls.slack / due
+        apart = due and abs(error) > cls.bytes_bound + cls.slack / due
         return [f"{row.method}: bytes between nodes differ by {error:+.1%} from the formula"] if apart else []
 
     @classmethod
@@ -321,7 +322,7 @@ class PaperMeasurement(PausedMeasurement):
     settings = paper.EMULATED
     methods = tuple(dict.fromkeys(method for name in paper.CASES for method in paper.compared(name)))
     slack = 8000.0  # of norms, for example
-    ratio_bound = 0.05
+    bytes_bound, ratio_bound = 0.08, 0.1  # 16 nodes have many small messages
 
     def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
         super().__init__(setting, args)
@@ -363,10 +364,10 @@ class PaperMeasurement(PausedMeasurement):
         self.turns.limit(mbit)
         more["link_of_compute"] = self.case.link_of_compute(self.baseline)
         link = self.flat_bytes(self.made[self.baseline]) * self.turns.headers() * 8 / (mbit * 1e6)
-        self.pause(0.0)
-        least = statistics.median(self.turns.steps_in_a_row(self.compute, 3).seconds)
-        sleep = max(0.0, link / more["link_of_compute"] - least)
-        self.pause(sleep / self.setting.accumulation, 2 / self.case.flops)
+        due, forward = link / more["link_of_compute"], 2 / self.case.flops
+        self.pause(due / self.setting.accumulation, forward)
+        awake = statistics.median(self.turn(self.compute).seconds) - due
+        self.pause(max(0.0, due - awake) / self.setting.accumulation, forward)
         return super().at(mbit, more)
 
     def flat_bytes(self, method: Method) -> float:
@@ -384,9 +385,8 @@ class PaperMeasurement(PausedMeasurement):
 
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
-        base = next((row for row in rows if row.method == paper.compared(row.setting)[0]), None)
-        if base is None or base.mbit is None:
-            return super().problems(rows)
+        base = {row.method: row for row in rows}[paper.compared(rows[0].setting)[0]]
+        assert base.mbit is not None
         apart = base.link_bytes * 8 / (base.mbit * 1e6) / base.compute / base.more["link_of_compute"] - 1
         wrong = [f"communication to compute is {apart:+.1%} from the paper's"] if abs(apart) > cls.ratio_bound else []
         return super().problems(rows) + wrong

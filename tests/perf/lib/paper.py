@@ -126,7 +126,7 @@ EMULATED = {  # with one rank per node, as many nodes as in the paper
         name,
         *((2, 2) if case.gpus == 32 else (case.gpus // 8, 1)),
         accumulation=10,
-        mbit=(500 if case.accumulation > 10 else 50,),
+        mbit=(50 if case.accumulation == 10 else 500,),
         size="paper",
         lora=case.regime == "PEFT",
     )
