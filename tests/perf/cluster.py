@@ -4,6 +4,7 @@
 
     python -m tests.perf.cluster                    # all strategies and peers, a model of blocks
     python -m tests.perf.cluster --overlap          # overlap with compute, which is emulated
+    python -m tests.perf.cluster --paper            # ratios that the PaRO paper published; compute is emulated
     python -m tests.perf.cluster --offload          # parameters in host memory
     python -m tests.perf.cluster --network          # seconds per step over the rate of the link
     python -m tests.perf.cluster --outer            # an outer optimizer between nodes
@@ -46,6 +47,7 @@ from tests.perf.lib.records import Row
 MEASUREMENTS = {  # by option or model: where its class is
     "blocks": "measurements.BlocksMeasurement",
     "overlap": "measurements.OverlapMeasurement",
+    "paper": "measurements.PaperMeasurement",
     "network": "measurements.NetworkMeasurement",
     "offload": "offload.OffloadMeasurement",
     "outer": "measurements.OuterMeasurement",
@@ -56,7 +58,7 @@ MEASUREMENTS = {  # by option or model: where its class is
     "mixture": "mixture.MixtureMeasurement",
     "pipeline": "pipelines.PipelineMeasurement",
 }
-OPTIONS = ("--overlap", "--network", "--offload", "--outer", "--save", "--record", "--what-if")
+OPTIONS = ("--overlap", "--paper", "--network", "--offload", "--outer", "--save", "--record", "--what-if")
 
 
 def measurement(name: str) -> type[Measurement]:

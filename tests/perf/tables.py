@@ -22,7 +22,7 @@ from deepspeed_ext.config.settings import SaveSettings
 from deepspeed_ext.strategy import hyphenate
 from scripts import ROOT
 from tests.perf import sum_errors
-from tests.perf.lib import how_to, network, predictions, studies, tabulated
+from tests.perf.lib import how_to, network, paper, predictions, studies, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
@@ -136,6 +136,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "ordered": lambda: tabulated.measured([row for row in read("ordered_cluster.csv") if row.mbit == 100]),
     "network": network.table,
     "expected": predictions.expected,
+    "paper": paper.table,
+    "paper-rates": paper.rates,
+    "paper-emulated": lambda: tabulated.measured(read(paper.FILE)),
     "pipelines": pipelines,
     "keys": lambda: keys(ParoConfig),
     "keys-of-saves": lambda: keys(SaveSettings),

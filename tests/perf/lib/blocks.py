@@ -13,10 +13,15 @@ from torch import Tensor, nn
 
 @dataclass
 class Pauses:
-    """Seconds that each block sleeps in its forward and backward; can be changed between steps."""
+    """Seconds that each block sleeps in its forward and backward; can be changed between steps.
+
+    While a host waits for a collective (in all ``ahead`` seconds), a device would compute the blocks that follow in
+    the same backward, which therefore sleep less.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
+    ahead: float = 0.0
 
 
 class Sleep(torch.autograd.Function):
@@ -24,13 +29,15 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, pauses: Pauses) -> Tensor:
-        ctx.pauses = pauses
+        ctx.pauses, pauses.ahead = pauses, 0.0
         time.sleep(pauses.forward)
         return inputs.clone()  # FSDP2's hooks want no view
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.pauses.backward)
+        hidden = min(ctx.pauses.ahead, ctx.pauses.backward)
+        ctx.pauses.ahead -= hidden
+        time.sleep(ctx.pauses.backward - hidden)
         return gradient, None
 
 
@@ -48,7 +55,9 @@ class ShortcutBlock(nn.Module):
         self._pauses = pauses
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs = inputs + self.fall(nn.functional.gelu(self.rise(inputs)))
+        return self._after(inputs + self.fall(nn.functional.gelu(self.rise(inputs))))
+
+    def _after(self, outputs: Tensor) -> Tensor:
         return outputs if self._pauses is None else Sleep.apply(outputs, self._pauses)
 
 
@@ -85,14 +94,14 @@ class SleepingBlock(nn.Module):
 class AdaptedBlock(ShortcutBlock):
     """Two frozen layers with a shortcut, each with a parallel LoRA adapter."""
 
-    def __init__(self, width: int, hidden: int, rank: int) -> None:
-        super().__init__(width, hidden, None)
+    def __init__(self, width: int, hidden: int, rank: int, pauses: Pauses | None) -> None:
+        super().__init__(width, hidden, pauses)
         self.requires_grad_(False)
         self.rise_adapter, self.fall_adapter = _adapter(width, rank, hidden), _adapter(hidden, rank, width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         risen = nn.functional.gelu(self.rise(inputs) + self.rise_adapter(inputs))
-        return inputs + self.fall(risen) + self.fall_adapter(risen)
+        return self._after(inputs + self.fall(risen) + self.fall_adapter(risen))
 
 
 def _adapter(inputs: int, rank: int, outputs: int) -> nn.Sequential:
@@ -135,6 +144,6 @@ def make_sleeping_blocks(count: int, width: int, hidden: int, pauses: Pauses, dt
     return Blocks(SleepingBlock(width, hidden, pauses, dtype) for _ in range(count))
 
 
-def make_adapted_blocks(count: int, width: int, hidden: int, rank: int) -> Blocks:
+def make_adapted_blocks(count: int, width: int, hidden: int, rank: int, pauses: Pauses | None = None) -> Blocks:
     torch.manual_seed(0)
-    return Blocks(AdaptedBlock(width, hidden, rank) for _ in range(count))
+    return Blocks(AdaptedBlock(width, hidden, rank, pauses) for _ in range(count))

@@ -6,13 +6,17 @@ import argparse
 import math
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from tqdm import tqdm
 
 from deepspeed_ext.planner import probe
@@ -21,9 +25,9 @@ from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, Direction
-from tests.perf.lib import network, settings, tabulated
-from tests.perf.lib.blocks import Pauses, make_blocks, make_rounded_blocks
-from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
+from tests.perf.lib import network, paper, rings, settings, tabulated
+from tests.perf.lib.blocks import Blocks, Pauses, make_adapted_blocks, make_blocks, make_rounded_blocks
+from tests.perf.lib.peers import PEERS, WHOLE, Batch, Engine, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
 from tests.perf.lib.settings import BF16, BOTH, FP32, LOCO, MUON, NATIVE, ORDERED, RINGS, SHIPPED, SIZES, WIDE, Setting
 from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, over_ranks
@@ -44,7 +48,7 @@ class Measurement:
         short, most: turns with steps that together take less than ``short`` seconds have up to ``most`` steps.
         batch_rows: rows of a micro-batch.
         stock, least: required speed of methods relative to ``stock``, by setting and method.
-        slack: bytes that a node may send in a step beyond the formula.
+        bytes_bound, slack: share and number of bytes that a node may send in a step beyond the formula.
         compared, bounds, loco_bound: quantities that must not differ from the first method's, and the largest allowed
             differences, relative to the largest weight: bf16 has a precision of 2^-9, and gradients depend on
             the order of sums.
@@ -61,6 +65,7 @@ class Measurement:
     batch_rows: ClassVar[int] = ROWS
     stock: ClassVar[str] = "ZeRO-3"
     least: ClassVar[Mapping[str, dict[str, float]]] = {}
+    bytes_bound: ClassVar[float] = BYTES_BOUND
     slack: ClassVar[float] = 0.0
     compared: ClassVar[str] = "weights"
     bounds: ClassVar[Mapping[str, float]] = {FP32: 1e-4, BF16: 2**-7}
@@ -160,7 +165,7 @@ class Measurement:
         row.formula_bytes = prediction.volume.inter * sizes.group_size
         row.more |= {} if rates is None else {"seconds_predicted": prediction.total_seconds}
 
-    def describe(self, method: Ours) -> Model:
+    def describe(self, method: Method) -> Model:
         """Return the planner's description of the model."""
         model = self.workload.make_model().to(self.workload.dtype)
         if self.workload.optimizer == MUON:
@@ -187,7 +192,7 @@ class Measurement:
         """Return a message if a method did not send the bytes of the formula."""
         due = 0.0 if NATIVE in row.method else row.formula_bytes or 0.0
         error = row.bytes_between / due - 1 if due else 0.0
-        apart = due and abs(error) > BYTES_BOUND + cls.slack / due
+        apart = due and abs(error) > cls.bytes_bound + cls.slack / due
         return [f"{row.method}: bytes between nodes differ by {error:+.1%} from the formula"] if apart else []
 
     @classmethod
@@ -240,50 +245,26 @@ class BlocksMeasurement(Measurement):
         return [*rings, "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
 
 
-class OverlapMeasurement(Measurement):
-    """Overlap of communication between nodes with compute, which is emulated: blocks sleep.
+class PausedMeasurement(Measurement):
+    """Compute is emulated: blocks sleep."""
 
-    W, the seconds in which a link carries two hops of the model, is ``ratio`` times the compute of a micro-batch.
-    """
-
-    file = "overlap.csv"
-    settings = settings.OVERLAP
-    methods = (*(name for name in PEERS if name in (*RINGS, "DDP", "HSDP", "HSDP kept")), *STRATEGIES)
-    rounds, steps = 2, 2
-    keys: ClassVar = {"paro_overlap_updates": True}
-    described: ClassVar = {"streams": False, "overlap": True, "overlap_updates": True}
-    probes = True
+    rounds = 2
 
     def make_workload(self) -> Workload:
-        blocks, width, hidden = SIZES[self.setting.size]
-        model = partial(make_blocks, blocks, width, hidden, self.pauses)
-        return Workload.overlapping(self.setting.accumulation, self.setting.ranks_per_node, model, 2 * width * hidden)
+        _, width, hidden = SIZES[self.setting.size]
+        steps, ranks = self.setting.accumulation, self.setting.ranks_per_node
+        return Workload.overlapping(steps, ranks, self.make_model, 2 * width * hidden)
 
-    def points(self) -> list[tuple[float | None, dict[str, Any]]]:
-        ratios = self.args.ratios or settings.RATIOS
-        return [(mbit, {"wire_of_compute": ratio}) for mbit in self.setting.mbit for ratio in ratios]
+    def make_model(self) -> Blocks:
+        return make_blocks(*SIZES[self.setting.size], self.pauses)
 
-    def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
-        block = self.wire(self.setting) / more["wire_of_compute"] / SIZES[self.setting.size][0]
-        self.pauses.forward = block / (1 + BACKWARD)
-        self.pauses.backward = BACKWARD * self.pauses.forward
-        return super().at(mbit, more)
-
-    @staticmethod
-    def wire(setting: Setting) -> float:
-        """Return W."""
-        volume = STRATEGIES["NIG"].volume(setting.sizes, setting.states, setting.accumulation)
-        return volume.inter * setting.ranks_per_node * 8 / ((setting.mbit[0] or math.inf) * 1e6)
+    def pause(self, micro_batch: float, forward: float = 1 / (1 + BACKWARD)) -> None:
+        """Make a micro-batch compute for these seconds, of which its forward takes a share."""
+        block = micro_batch / SIZES[self.setting.size][0]
+        self.pauses.forward, self.pauses.backward = forward * block, (1 - forward) * block
 
     def turn(self, method: Method) -> Turn:
         return self.turns.steps_in_a_row(method, self.args.steps)
-
-    def complete(self, row: Row, rates: Rates | None) -> None:
-        super().complete(row, rates)
-        assert rates is not None
-        row.more["payload_mbit"] = rates.gather.inter.bandwidth * self.setting.ranks_per_node * 8 / 1e6
-        if row.formula_bytes is not None:
-            row.formula_bytes -= self.skipped(self.setting, row.method)
 
     @staticmethod
     def skipped(setting: Setting, method: str) -> float:
@@ -292,6 +273,123 @@ class OverlapMeasurement(Measurement):
         gathers = [phase for phase in phases if phase.each_micro_step and phase.kind == Direction.GATHER]
         gathered = setting.accumulation * sum(phase.each_micro_step * phase.volume.inter for phase in gathers)
         return gathered * setting.ranks_per_node / (2 * SIZES[setting.size][0])
+
+
+class OverlapMeasurement(PausedMeasurement):
+    """Overlap of communication between nodes with compute, which is emulated: blocks sleep.
+
+    W, the seconds in which a link carries two hops of the model, is ``ratio`` times the compute of a micro-batch.
+    """
+
+    file = "overlap.csv"
+    settings = settings.OVERLAP
+    methods = (*(name for name in PEERS if name in (*RINGS, "DDP", "HSDP", "HSDP kept")), *STRATEGIES)
+    steps = 2
+    keys: ClassVar = {"paro_overlap_updates": True}
+    described: ClassVar = {"streams": False, "overlap": True, "overlap_updates": True}
+    probes = True
+
+    def points(self) -> list[tuple[float | None, dict[str, Any]]]:
+        ratios = self.args.ratios or settings.RATIOS
+        return [(mbit, {"wire_of_compute": ratio}) for mbit in self.setting.mbit for ratio in ratios]
+
+    def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
+        self.pause(self.wire(self.setting) / more["wire_of_compute"])
+        return super().at(mbit, more)
+
+    @staticmethod
+    def wire(setting: Setting) -> float:
+        """Return W."""
+        volume = STRATEGIES["NIG"].volume(setting.sizes, setting.states, setting.accumulation)
+        return volume.inter * setting.ranks_per_node * 8 / ((setting.mbit[0] or math.inf) * 1e6)
+
+    def complete(self, row: Row, rates: Rates | None) -> None:
+        super().complete(row, rates)
+        assert rates is not None
+        row.more["payload_mbit"] = rates.gather.inter.bandwidth * self.setting.ranks_per_node * 8 / 1e6
+        if row.formula_bytes is not None:
+            row.formula_bytes -= self.skipped(self.setting, row.method)
+
+
+class PaperMeasurement(PausedMeasurement):
+    """The paper's comparisons. Compute takes as long, relative to the communication of the baseline, as in the paper.
+
+    On a device, reductions overlap with the compute that follows in the same backward. On gloo, stages wait for them,
+    so blocks sleep less after a reduction.
+    """
+
+    file = paper.FILE
+    settings = paper.EMULATED
+    methods = tuple(dict.fromkeys(method for name in paper.CASES for method in paper.compared(name)))
+    slack = 8000.0  # of norms, for example
+    bytes_bound, ratio_bound = 0.08, 0.1  # 16 nodes have many small messages
+
+    def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
+        super().__init__(setting, args)
+        self.case, self.baseline = paper.CASES[setting.name], paper.compared(setting.name)[0]
+        self.names = [name for name in self.names if name in paper.compared(setting.name)]
+
+    def measure(self) -> list[Row]:
+        with ExitStack() as stack:
+            for owner, name in ((rings, "ring_reduce_scatter"), (DeepSpeedZeroOptimizer, "allreduce_bucket")):
+                stack.enter_context(mock.patch.object(owner, name, self._beside_compute(getattr(owner, name))))
+            return super().measure()
+
+    def _beside_compute(self, reduction: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = reduction(*args, **kwargs)
+            self.pauses.ahead += time.perf_counter() - begin
+            return result
+
+        return timed
+
+    def make_model(self) -> Blocks:
+        if self.setting.lora:
+            return make_adapted_blocks(*SIZES[self.setting.size], 1, self.pauses)
+        model = super().make_model()
+        if self.case.regime == "partial":  # the first layer, 1/16: a backward runs through all blocks
+            model.requires_grad_(False)
+            next(model.parameters()).requires_grad_()
+        return model
+
+    def make_methods(self) -> Iterator[Method]:
+        yield from super().make_methods()
+        if paper.SHIPPED_2 in self.names:
+            zero = {"stage": 2, **WHOLE, "use_multi_rank_bucket_allreduce": True}
+            yield Engine(self.workload, paper.SHIPPED_2, zero, native=True)
+
+    def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
+        assert mbit is not None
+        self.turns.limit(mbit)
+        more["link_of_compute"] = self.case.link_of_compute(self.baseline)
+        link = self.flat_bytes(self.made[self.baseline]) * self.turns.headers() * 8 / (mbit * 1e6)
+        due, forward = link / more["link_of_compute"], 2 / self.case.flops
+        self.pause(due / self.setting.accumulation, forward)
+        awake = statistics.median(self.turn(self.compute).seconds) - due
+        self.pause(max(0.0, due - awake) / self.setting.accumulation, forward)
+        return super().at(mbit, more)
+
+    def flat_bytes(self, method: Method) -> float:
+        """Return the bytes that a node receives in a step of a stage, whose collectives are over all ranks."""
+        sizes = self.setting.sizes
+        rates = Rates.of_links(sizes, sizes.group_size, 1.0, 1.0)  # bytes do not depend on them
+        nbytes = paper.predicted(method.name, sizes, self.describe(method), rates).volume.inter * sizes.group_size
+        nbytes -= self.skipped(self.setting, "GGG") if method.name == "ZeRO-3" else 0.0
+        return nbytes * (1 - 1 / sizes.ranks) / (1 - 1 / sizes.groups)
+
+    def complete(self, row: Row, rates: Rates | None) -> None:
+        super().complete(row, rates)
+        if row.formula_bytes is None:
+            row.formula_bytes = self.flat_bytes(self.made[row.method])
+
+    @classmethod
+    def problems(cls, rows: Sequence[Row]) -> list[str]:
+        base = {row.method: row for row in rows}[paper.compared(rows[0].setting)[0]]
+        assert base.mbit is not None
+        apart = base.link_bytes * 8 / (base.mbit * 1e6) / base.compute / base.more["link_of_compute"] - 1
+        wrong = [f"communication to compute is {apart:+.1%} from the paper's"] if abs(apart) > cls.ratio_bound else []
+        return super().problems(rows) + wrong
 
 
 class NetworkMeasurement(Measurement):
@@ -305,7 +403,7 @@ class NetworkMeasurement(Measurement):
     short, most = 1.0, 7
 
 
-class OuterMeasurement(Measurement):
+class OuterMeasurement(PausedMeasurement):
     """An outer optimizer between two nodes, compared with methods that communicate in every step; compute is emulated.
 
     A turn with an outer optimizer is a period of H steps that is not timed, and a timed one: its step is their mean.
@@ -313,7 +411,6 @@ class OuterMeasurement(Measurement):
 
     file = "outer_cluster.csv"
     settings = settings.OUTER
-    rounds = 2
     exact, peer = "III outer, 32 bits", "FSDP2 outer"
     outer: ClassVar[dict[str, dict[str, Any]]] = {  # of III
         "III outer": {"bits": 4},
@@ -326,11 +423,6 @@ class OuterMeasurement(Measurement):
     aligned = 2  # steps into a period where turns begin: what has left at its end is used before
     element: ClassVar = {4: 0.5 + 2 / 128, 32: 4.0}  # bytes that cross
     bytes_bound, parity = 0.02, 1e-4
-
-    def make_workload(self) -> Workload:
-        blocks, width, hidden = SIZES[self.setting.size]
-        model = partial(make_blocks, blocks, width, hidden, self.pauses)
-        return Workload.overlapping(1, self.setting.ranks_per_node, model, 2 * width * hidden)
 
     def make_methods(self) -> Iterator[Method]:
         yield from super().make_methods()
@@ -351,13 +443,12 @@ class OuterMeasurement(Measurement):
         by_method = differences(first) if self.peer in first else {}
         for method in outer.values():
             self.turns.take(method, self.aligned)
-        self.pauses.forward = self.args.pause / SIZES[self.setting.size][0] / (1 + BACKWARD)
-        self.pauses.backward = BACKWARD * self.pauses.forward
+        self.pause(self.args.pause)
         return by_method
 
     def turn(self, method: Method) -> Turn:
         if "outer" not in method.name:
-            return self.turns.steps_in_a_row(method, self.args.steps)
+            return super().turn(method)
         turn = self.turns.steps_in_a_row(method, self.args.every, self.args.every)
         return turn._replace(seconds=[statistics.mean(turn.seconds)])
 

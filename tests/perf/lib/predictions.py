@@ -47,17 +47,25 @@ def speeds(plans: Plan, names: Iterable[str]) -> dict[str, tuple[float, Predicti
     return {name: (by_name["ZeRO-3"].total_seconds / by_name[name].total_seconds, by_name[name]) for name in names}
 
 
+def scale_model(parameters: int, share: float, flops: float, accumulation: int) -> Model:
+    """Return a model of which a share is trained, with ``flops`` of each parameter in a micro-batch."""
+    states = ModelStates.of(parameters, int(parameters * share))
+    compute = flops * parameters / 156e12
+    return Model(states, accumulation=accumulation, compute=compute, fetches=parameters // FETCHED)
+
+
+def scale_rates(sizes: GroupSizes, gbps: float) -> Rates:
+    """Return the rates of A100s with ``gbps`` of network per node."""
+    return Rates.of_links(sizes, PER_NODE, 2400, gbps, Latencies.for_groups(sizes, PER_NODE), 1500e9)
+
+
 def at_scale(parameters: int, share: float) -> Table:
     """Return the speed of each method relative to plain ZeRO-3, for a model of which a share is trained."""
-    count = int(parameters * share)
-    compute = (4 + 2 * share) / 6 * FLOPS * parameters * 4096 / 156e12
+    model = scale_model(parameters, share, (4 + 2 * share) * 4096, 4)
     cells: dict[str, list[str]] = {name: [] for name in (*SCALE_METHODS, "chosen")}
     for ranks in SCALE_RANKS:
         sizes = GroupSizes(ranks, PER_NODE)
-        rates = Rates.of_links(sizes, PER_NODE, 2400, 200, Latencies.for_groups(sizes, PER_NODE), 1500e9)
-        states = ModelStates.of(parameters, count)
-        model = Model(states, accumulation=4, compute=compute, fetches=parameters // FETCHED)
-        plans = plan(sizes, model, rates, 64e9)
+        plans = plan(sizes, model, scale_rates(sizes, 200), 64e9)
         for name, (speed, prediction) in speeds(plans, SCALE_METHODS).items():
             mark = "" if plans.fits(prediction) else ", too large"
             cells[name].append(f"{speed:.2f} ({prediction.total_memory / 1e9:.0f} GB{mark})")
@@ -71,15 +79,9 @@ def expected() -> Table:
     lines = [[str(gbps)] for gbps in EXPECTED_GBPS]
     for accumulation in EXPECTED_ACCUMULATION:
         header += [f"{name}, accumulation {accumulation}" for name in ("N-I-G", "I-I-G")]
-        model = Model(
-            ModelStates.of(EXPECTED_PARAMETERS),
-            accumulation=accumulation,
-            compute=FLOPS * EXPECTED_PARAMETERS * 4096 / 156e12,
-            fetches=EXPECTED_PARAMETERS // FETCHED,
-        )
+        model = scale_model(EXPECTED_PARAMETERS, 1.0, FLOPS * 4096, accumulation)
         for line, gbps in zip(lines, EXPECTED_GBPS, strict=True):
-            rates = Rates.of_links(sizes, PER_NODE, 2400, gbps, Latencies.for_groups(sizes, PER_NODE), 1500e9)
-            prediction = plan(sizes, model, rates, 64e9)
+            prediction = plan(sizes, model, scale_rates(sizes, gbps), 64e9)
             seconds = {row.name: row.total_seconds for row in (*prediction.predictions, *prediction.plain)}
             for name in ("NIG", "IIG"):
                 line.append(", ".join(f"{seconds[peer] / seconds[name]:.2f}" for peer in PEERS))

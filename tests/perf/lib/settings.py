@@ -34,6 +34,7 @@ SIZES = {  # blocks, their width, and the width of their hidden layer
     "large": (4, 512, 2048),
     "small": (4, 256, 1024),
     "curve": (4, 128, 1024),
+    "paper": (8, 256, 100),
     "narrow": (8, 256, 400),  # whose compute is nothing beside its messages
     "two": (2, 512, 1024),
     "25M": (12, 512, 2048),

@@ -111,13 +111,16 @@ def chosen(rows: Sequence[Row]) -> Row:
 
 
 def order(rows: Sequence[Row]) -> float:
-    """Return the rank correlation of predicted and measured seconds; equal values share the mean of their ranks."""
+    """Return the rank correlation of predicted and measured seconds."""
+    return rank_correlation([row.predicted or 0.0 for row in rows], [row.median for row in rows])
 
-    def ranks(values: Sequence[float]) -> list[float]:
-        ordered = sorted(values)
-        return [statistics.mean(rank for rank, have in enumerate(ordered) if have == value) for value in values]
 
-    return statistics.correlation(ranks([row.predicted or 0.0 for row in rows]), ranks([row.median for row in rows]))
+def rank_correlation(values: Sequence[float], others: Sequence[float]) -> float:
+    """Return Spearman's; equal values share the mean of their ranks."""
+    both = [
+        [statistics.mean(at for at, have in enumerate(sorted(s)) if have == v) for v in s] for s in (values, others)
+    ]
+    return statistics.correlation(*both)
 
 
 def equal_speed(rows: Sequence[Row], name: str) -> Table:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.perf import tables
-from tests.perf.lib import gpt2, records, tabulated
-from tests.perf.lib.measurements import BlocksMeasurement, OuterMeasurement, OverlapMeasurement
+from tests.perf.lib import gpt2, paper, records, tabulated
+from tests.perf.lib.measurements import BlocksMeasurement, OuterMeasurement, OverlapMeasurement, PaperMeasurement
 from tests.perf.lib.offload import OffloadMeasurement
 from tests.perf.lib.records import Row, slower, speed
 from tests.perf.lib.saves import SavesMeasurement
@@ -119,6 +119,30 @@ def test_formulas_are_those_by_hand() -> None:
     name, numel = "2x2-25M-1000", 12 * 8 * 512 * 512
     for method, expected in (("IIG, asynchronous", 3 * numel), ("NIG, asynchronous", 5 * numel), ("NIG", 0)):
         assert SavesMeasurement.buffers(SAVES[name], method) == expected
+
+
+def test_ratios_of_the_paper_are_predicted_in_its_setting() -> None:
+    case, hop = paper.CASES["7B-full"], (4 - 1) / 32 * 14e9
+    for method, hops in (("ZeRO-3", 3 * 10), (paper.SHIPPED_2, 2 * 10 + 1), ("ZeRO-2", 10 + 1), ("NII", 2)):
+        assert case.predict(method, 200).volume.inter == pytest.approx(hops * hop)
+    assert case.link_of_compute("ZeRO-3") == pytest.approx(
+        30 * hop * 8 / 25e9 / (10 * 6 * 7e9 * 2048 / 156e12), rel=0.01
+    )
+    seconds = {("7B-full", "IIG"): 2.0, ("7B-full", "ZeRO-3"): 5.0, ("7B-16", "NIG"): 4.0, ("7B-128", "NIG"): 8.0}
+    found = paper.emulated_ratios(row(method, taken, setting=name) for (name, method), taken in seconds.items())
+    assert [ratio for ratio in found if ratio] == [2.5, 0.5] and paper.misses(found)[1] == pytest.approx(
+        1 - 0.5 / 0.84
+    )
+
+
+def test_emulated_communication_takes_the_share_of_the_paper() -> None:
+    measured = records.read(paper.FILE)
+    for name in {one.setting for one in measured}:
+        rows = [one for one in measured if one.setting == name]
+        due = paper.CASES[name].link_of_compute(paper.compared(name)[0])
+        assert PaperMeasurement.problems([replace(one, more={"link_of_compute": due}) for one in rows]) == []
+        slow = [replace(one, compute=1.1 * one.compute) for one in rows]
+        assert "communication to compute" in PaperMeasurement.problems(slow)[-1]
 
 
 def test_rings_sum_and_train_as_gloo_does(ranks: Any) -> None:
