@@ -6,6 +6,7 @@
     python -m tests.perf.cluster --overlap          # overlap with compute, which is emulated
     python -m tests.perf.cluster --offload          # parameters in host memory
     python -m tests.perf.cluster --network          # seconds per step over the rate of the link
+    python -m tests.perf.cluster --collectives      # two hops and a flat ring, without a model
     python -m tests.perf.cluster --outer            # an outer optimizer between nodes
     python -m tests.perf.cluster --save             # synchronous and asynchronous saves
     python -m tests.perf.cluster --record           # a report of steps, compared with measured steps
@@ -47,6 +48,7 @@ MEASUREMENTS = {  # by option or model: where its class is
     "blocks": "measurements.BlocksMeasurement",
     "overlap": "measurements.OverlapMeasurement",
     "network": "measurements.NetworkMeasurement",
+    "collectives": "collectives.CollectivesMeasurement",
     "offload": "offload.OffloadMeasurement",
     "outer": "measurements.OuterMeasurement",
     "save": "saves.SavesMeasurement",
@@ -56,7 +58,7 @@ MEASUREMENTS = {  # by option or model: where its class is
     "mixture": "mixture.MixtureMeasurement",
     "pipeline": "pipelines.PipelineMeasurement",
 }
-OPTIONS = ("--overlap", "--network", "--offload", "--outer", "--save", "--record", "--what-if")
+OPTIONS = ("--overlap", "--network", "--collectives", "--offload", "--outer", "--save", "--record", "--what-if")
 
 
 def measurement(name: str) -> type[Measurement]:

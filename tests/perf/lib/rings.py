@@ -1,11 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions of the baselines, on gloo, with the bytes that they have on NCCL.
+"""Flat rings, on gloo, with the bytes that they have on NCCL: reductions of the baselines, and an all-gather.
 
 gloo's reduce-scatter sends the bytes of an all-reduce, and its rooted reduces more than NCCL's chains. A ring over
 ranks that are numbered node by node crosses each link once, with (n - 1)/n of the bytes.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,14 +21,15 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 
-def ring_reduce_scatter(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+def ring_reduce_scatter(parts: Sequence[Tensor], group: dist.ProcessGroup, delay: float = 0.0) -> Tensor:
     """Return the sum over ranks of the part with this rank's number, in its dtype; parts may differ in length.
 
     At each of n - 1 steps a rank sends a partial sum to its successor. Receives come first, see Note [Pairwise
     messages]. Smaller messages of equal parts took as long, measured with 4 ranks at 100 and 1,000 Mbit/s.
+    ``delay``: seconds that messages to this rank take in addition.
     """
     size, rank = group.size(), group.rank()
-    before, after = (dist.get_global_rank(group, (rank + shift) % size) for shift in (-1, 1))
+    before, after = _neighbors(group)
     added = [parts[(rank - 2 - step) % size] for step in range(size - 1)]
     received = [torch.empty_like(part) for part in added]
     receives = [dist.irecv(part, before, group) for part in received]
@@ -35,10 +37,32 @@ def ring_reduce_scatter(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Te
     for receive, partial_sum, own in zip(receives, received, added, strict=True):
         sends.append(dist.isend(total, after, group))
         receive.wait()
+        time.sleep(delay)
         total = partial_sum.add_(own)
     for send in sends:
         send.wait()
     return total
+
+
+def ring_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup, delay: float = 0.0) -> None:
+    """All-gather shards in rank order; each is passed on as soon as it has been received, without a copy."""
+    rank, parts = group.rank(), gathered.chunk(group.size())
+    before, after = _neighbors(group)
+    passed_on = [parts[rank - step] for step in range(group.size())]
+    receives = [dist.irecv(part, before, group) for part in passed_on[1:]]
+    passed_on[0].copy_(shard)
+    sends = []
+    for part, receive in zip(passed_on, receives, strict=False):  # the last part ends here
+        sends.append(dist.isend(part, after, group))
+        receive.wait()
+        time.sleep(delay)
+    for send in sends:
+        send.wait()
+
+
+def _neighbors(group: dist.ProcessGroup) -> tuple[int, int]:
+    before, after = (dist.get_global_rank(group, (group.rank() + shift) % group.size()) for shift in (-1, 1))
+    return before, after
 
 
 class RingReduceScatter(DefaultReduceScatter):
