@@ -3,7 +3,7 @@
 """Plots of curves over one horizontal axis, both logarithmic."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.perf.lib.records import Table, markdown
@@ -19,7 +19,6 @@ def draw(
     labels: tuple[str, str],
     table: Table,
     shade: tuple[float, float, str] | None = None,
-    subs: Sequence[float] = (1, 2, 5),
 ) -> None:
     """Draw curves as SVG. Infinity has a place of its own, to the right of the largest number.
 
@@ -30,7 +29,6 @@ def draw(
         labels: of both axes.
         table: the drawn rows, for the file's description.
         shade: an interval of the horizontal axis, and its name.
-        subs: digits of ticks of the vertical axis.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -48,7 +46,7 @@ def draw(
             axes.axvspan(shade[0], min(shade[1], beyond), color="#fff3bf", label=shade[2])
         axes.set_xticks([min(value, beyond) for value in ticks], list(ticks.values()), minor=False)
         axes.minorticks_off()
-        axes.yaxis.set_major_locator(LogLocator(subs=subs))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
         axes.set(xlabel=labels[0], ylabel=labels[1])

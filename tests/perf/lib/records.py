@@ -220,9 +220,9 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def read(file: str) -> list[Row]:
-    """Return the last row of a file of results for each setting, rate, method, and column that distinguishes rows."""
+    """Return the last row of a file of results for each setting, rate, method, ratio of compute, and disk."""
     rows = map(Row.from_csv, read_rows(RESULTS / file))
-    keys = ("wire_of_compute", "disk", "operation", "megabytes", "delay_us")
+    keys = ("wire_of_compute", "disk")
     return list({(r.setting, r.method, r.mbit, *map(r.more.get, keys)): r for r in rows}.values())
 
 

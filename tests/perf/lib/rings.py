@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Flat rings, on gloo, with the bytes that they have on NCCL: reductions of the baselines, and an all-gather.
+"""Flat rings on gloo, with the bytes that they have on NCCL: an all-gather, and reductions of the baselines.
 
 gloo's reduce-scatter sends the bytes of an all-reduce, and its rooted reduces more than NCCL's chains. A ring over
 ranks that are numbered node by node crosses each link once, with (n - 1)/n of the bytes.
@@ -22,47 +22,36 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 
 def ring_reduce_scatter(parts: Sequence[Tensor], group: dist.ProcessGroup, delay: float = 0.0) -> Tensor:
-    """Return the sum over ranks of the part with this rank's number, in its dtype; parts may differ in length.
-
-    At each of n - 1 steps a rank sends a partial sum to its successor. Receives come first, see Note [Pairwise
-    messages]. Smaller messages of equal parts took as long, measured with 4 ranks at 100 and 1,000 Mbit/s.
-    ``delay``: seconds that messages to this rank take in addition.
-    """
+    """Return the sum over ranks of the part with this rank's number, in its dtype; parts may differ in length."""
     size, rank = group.size(), group.rank()
-    before, after = _neighbors(group)
     added = [parts[(rank - 2 - step) % size] for step in range(size - 1)]
-    received = [torch.empty_like(part) for part in added]
-    receives = [dist.irecv(part, before, group) for part in received]
-    total, sends = parts[rank - 1], []
-    for receive, partial_sum, own in zip(receives, received, added, strict=True):
-        sends.append(dist.isend(total, after, group))
-        receive.wait()
-        time.sleep(delay)
-        total = partial_sum.add_(own)
-    for send in sends:
-        send.wait()
-    return total
+    return _pass_around(parts[rank - 1], [torch.empty_like(part) for part in added], added, group, delay)
 
 
 def ring_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup, delay: float = 0.0) -> None:
-    """All-gather shards in rank order; each is passed on as soon as it has been received, without a copy."""
-    rank, parts = group.rank(), gathered.chunk(group.size())
-    before, after = _neighbors(group)
-    passed_on = [parts[rank - step] for step in range(group.size())]
-    receives = [dist.irecv(part, before, group) for part in passed_on[1:]]
-    passed_on[0].copy_(shard)
-    sends = []
-    for part, receive in zip(passed_on, receives, strict=False):  # the last part ends here
+    """All-gather shards of equal length in rank order, each received in its place."""
+    parts, rank = gathered.chunk(group.size()), group.rank()
+    _pass_around(parts[rank].copy_(shard), [parts[rank - step] for step in range(1, len(parts))], (), group, delay)
+
+
+def _pass_around(
+    part: Tensor, received: Sequence[Tensor], added: Sequence[Tensor], group: dist.ProcessGroup, delay: float
+) -> Tensor:
+    """Send a part to the successor, then each received one after an addition, if any; return the last one.
+
+    Receives come first, see Note [Pairwise messages]. Smaller messages of equal parts took as long, measured with 4
+    ranks at 100 and 1,000 Mbit/s. ``delay``: seconds by which messages arrive later.
+    """
+    before, after = (dist.get_global_rank(group, (group.rank() + shift) % group.size()) for shift in (-1, 1))
+    receives, sends = [dist.irecv(buffer, before, group) for buffer in received], []
+    for step, (receive, buffer) in enumerate(zip(receives, received, strict=True)):
         sends.append(dist.isend(part, after, group))
         receive.wait()
         time.sleep(delay)
+        part = buffer.add_(added[step]) if added else buffer
     for send in sends:
         send.wait()
-
-
-def _neighbors(group: dist.ProcessGroup) -> tuple[int, int]:
-    before, after = (dist.get_global_rank(group, (group.rank() + shift) % group.size()) for shift in (-1, 1))
-    return before, after
+    return part
 
 
 class RingReduceScatter(DefaultReduceScatter):

@@ -151,28 +151,11 @@ def sum_and_train() -> tuple[list[float], list[float]]:
 
 
 def test_two_hops_and_rings_return_what_gloo_does(ranks: Any) -> None:
-    assert ranks(4).run(apart_from_gloo) == [[0.0] * 6] * 4
+    assert ranks(4).run(differences_from_gloo) == [[[0.0] * 4] * 2] * 4
 
 
-def apart_from_gloo() -> list[float]:
-    """Return how far results are from gloo's, by operation and method, each delayed."""
-    import torch
-    import torch.distributed as dist
-
+def differences_from_gloo() -> list[list[float]]:
     from deepspeed_ext.comm.process_groups import get_topology
-    from tests.perf.lib.collectives import GATHER, GLOO, METHODS, REDUCE, Collectives
+    from tests.perf.lib.collectives import OPERATIONS, moves
 
-    moves, generator, differences = (
-        Collectives(get_topology(None, 2)),
-        torch.Generator().manual_seed(dist.get_rank()),
-        [],
-    )
-    for operation in (GATHER, REDUCE):
-        full, shard = (torch.randint(-9, 9, (n,), generator=generator).float() for n in (256, 64))
-        written, results = (full if operation == GATHER else shard), []
-        for method in (GLOO, *METHODS[:-1]):
-            moves.run(method, operation, full, shard, delay=1e-4)
-            results.append(written.clone())
-            written.zero_()
-        differences += [(result - results[0]).abs().max().item() for result in results[1:]]
-    return differences
+    return [[apart for _, apart in moves(get_topology(None, 2), one, 256, 1e-4).values()] for one in OPERATIONS]
