@@ -29,13 +29,12 @@ from tests.perf.lib.turns import Turns, over_ranks
 
 OPERATIONS = GATHER, REDUCE = "all-gather", "reduce-scatter"
 METHODS = GLOO, RING, HOPS, WINDOWS = "gloo", "flat ring", "two hops", "8 windows"
+Run = Callable[[], Any]
 # Messages of a step, their MiB, and microseconds of delay. A link that was idle passes 128 KiB at once.
 STEPS = ((16, 1, 0), (4, 4, 0), (1, 16, 0), (1, 64, 0), (16, 1, 50), (16, 1, 1000))
 
 
-def moves(
-    topology: Topology, operation: str, elements: int, delay: float
-) -> dict[str, tuple[Callable[[], Any], float]]:
+def moves(topology: Topology, operation: str, elements: int, delay: float) -> dict[str, tuple[Run, float]]:
     """Return a function for each method, and how far its first result is from gloo's on any rank.
 
     Two hops are our redistributions G -> N and N -> G. These order messages by column (rank in a group), so a message
@@ -62,17 +61,13 @@ def moves(
             queue.drain()
 
     if operation == GATHER:
-        flat = [partial(dist.all_gather_into_tensor, full, shard)]
+        flat: list[Run] = [partial(dist.all_gather_into_tensor, full, shard)]
         flat.append(partial(rings.ring_all_gather, full, shard, topology.world, late))
     else:
         flat = [partial(dist.reduce_scatter_tensor, shard, full)]
         flat.append(lambda: shard.copy_(rings.ring_reduce_scatter(full.chunk(sizes.ranks), topology.world, late)))
-    runs, written, results = (
-        [*flat, partial(two_hops, 1), partial(two_hops, 8)],
-        (full if operation == GATHER else shard),
-        [],
-    )
-    for run in runs:
+    written, results = full if operation == GATHER else shard, []
+    for run in (runs := [*flat, partial(two_hops, 1), partial(two_hops, 8)]):
         written.zero_()
         run()
         results.append(written.clone())
@@ -85,16 +80,11 @@ def _delayed(delay: float, name: str, group: Any, nbytes: float, handle: Any) ->
     return late if delay and name.startswith("inter") else handle
 
 
-def _repeat(run: Callable[[], Any], count: int, _: Any) -> None:
-    for _ in range(count):
-        run()
-
-
 class CollectivesMeasurement(Measurement):
     """Seconds of messages. Names of methods begin with the operation and the messages."""
 
-    file, settings, methods = "collectives.csv", settings.COLLECTIVES, METHODS
     compared, bounds = "results", {settings.FP32: 0.0}
+    file, settings, methods = "collectives.csv", settings.COLLECTIVES, METHODS
 
     def measure(self) -> list[Row]:
         for option in ((-4, 0), (-1, 2**30)):  # M_MMAP_MAX, M_TRIM_THRESHOLD: memory is used again, as on a device
@@ -107,7 +97,7 @@ class CollectivesMeasurement(Measurement):
         for operation, count, mib, delay in tqdm(points, self.setting.name, disable=dist.get_rank() > 0):
             steps, point = [], f"{operation}, {count} x {mib} MiB, " + f"{delay} us, " * (delay > 0)
             for name, (run, apart) in moves(turns.topology, operation, mib * 2**18, delay * 1e-6).items():
-                step = SimpleNamespace(name=name, finish=bool, step=partial(_repeat, run, count))
+                step = SimpleNamespace(name=name, finish=bool, step=lambda _, r=run, n=count: [r() for _ in range(n)])
                 row = Row(self.setting.name, self.setting.mbit[0], point + name, headers=headers, difference=apart)
                 row.formula_bytes = sent.get(name, 1 - 1 / self.setting.nodes) * count * mib * 2**20 or None
                 row.more = {"inside_mbit": 8e-6 * inside[0] / inside[1]}  # that each rank receives
