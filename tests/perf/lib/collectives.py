@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from deepspeed_ext.comm import hops, observers, redistribution
-from deepspeed_ext.comm.backends import make_reduce
-from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.transfer_queue import TransferQueue
+from deepspeed_ext.comm import backends, hops, observers, process_groups, redistribution, transfer_queue
 from deepspeed_ext.planner import probe
 from deepspeed_ext.strategy import Placement
 from tests.perf.lib import plots, rings, settings
@@ -34,7 +30,9 @@ Run = Callable[[], Any]
 STEPS = ((16, 1, 0), (4, 4, 0), (1, 16, 0), (1, 64, 0), (16, 1, 50), (16, 1, 1000))
 
 
-def moves(topology: Topology, operation: str, elements: int, delay: float) -> dict[str, tuple[Run, float]]:
+def moves(
+    topology: process_groups.Topology, operation: str, elements: int, delay: float
+) -> dict[str, tuple[Run, float]]:
     """Return a function for each method, and how far its first result is from gloo's on any rank.
 
     Two hops are our redistributions G -> N and N -> G. These order messages by column (rank in a group), so a message
@@ -46,12 +44,16 @@ def moves(topology: Topology, operation: str, elements: int, delay: float) -> di
     numels, late = (elements, elements // sizes.ranks), 0.0 if topology.rank % sizes.group_size else delay
     full, shard = (torch.randint(-9, 9, (numel,), generator=generator).float() for numel in numels)
     gathers = redistribution.ParameterRedistribution(*map(hops.GatherHop, groups, ("intra", "inter")))
-    sums = redistribution.GradientRedistribution(*map(make_reduce, groups, ("intra", "inter")))
-    queue = TransferQueue(True, thread_completes=operation == REDUCE)  # as for updates, or for gradients
+    sums = redistribution.GradientRedistribution(*map(backends.make_reduce, groups, ("intra", "inter")))
+    queue = transfer_queue.TransferQueue(True, thread_completes=operation == REDUCE)  # as for updates, or gradients
+
+    def on_start(name: str, group: Any, nbytes: float, handle: Any) -> Any:
+        delayed = SimpleNamespace(wait=lambda: (handle.wait(), time.sleep(delay)))
+        return delayed if delay and name.startswith("inter") else handle
 
     def two_hops(windows: int) -> None:
         cells = full.view(sizes.groups, sizes.group_size, -1).transpose(0, 1).chunk(windows, -1)
-        with observers.observed_by(SimpleNamespace(on_start=partial(_delayed, delay), on_wait=nullcontext)):
+        with observers.observed_by(SimpleNamespace(on_start=on_start, on_wait=nullcontext)):
             for part, own in zip(cells, shard.chunk(windows), strict=True):
                 if operation == GATHER:
                     gather = gathers.gather(own, Placement.G, Placement.N)
@@ -73,11 +75,6 @@ def moves(topology: Topology, operation: str, elements: int, delay: float) -> di
         results.append(written.clone())
     apart = over_ranks([(result - results[0]).abs().max().item() for result in results], dist.ReduceOp.MAX)
     return dict(zip(METHODS, zip(runs, apart, strict=True), strict=True))
-
-
-def _delayed(delay: float, name: str, group: Any, nbytes: float, handle: Any) -> Any:
-    late = SimpleNamespace(wait=lambda: (handle.wait(), time.sleep(delay)))
-    return late if delay and name.startswith("inter") else handle
 
 
 class CollectivesMeasurement(Measurement):
@@ -116,7 +113,7 @@ def table() -> Table:
         point, _, method = row.method.rpartition(", ")
         points.setdefault(f"{row.setting}, {point}", {})[method] = row
     for point, rows in points.items():
-        times = [[of(row.steps) for of in (median, min, max)] for row in map(rows.get, METHODS) if row]
+        times = [(row.median, min(row.steps), max(row.steps)) for row in map(rows.get, METHODS) if row]
         cells = ["{:.2f} ({:.2f} .. {:.2f})".format(*spread) for spread in times]
         bytes_of_ring, bytes_of_hops = (rows[method].formula_bytes or 0.0 for method in (RING, HOPS))
         speeds = [*(speed(rows[method], rows[RING]).value for method in METHODS[2:]), bytes_of_ring / bytes_of_hops]
