@@ -7,6 +7,7 @@
     python -m tests.perf.cluster --paper            # ratios that the PaRO paper published; compute is emulated
     python -m tests.perf.cluster --offload          # parameters in host memory
     python -m tests.perf.cluster --network          # seconds per step over the rate of the link
+    python -m tests.perf.cluster --collectives      # two hops and a flat ring, without a model
     python -m tests.perf.cluster --outer            # an outer optimizer between nodes
     python -m tests.perf.cluster --save             # synchronous and asynchronous saves
     python -m tests.perf.cluster --record           # a report of steps, compared with measured steps
@@ -49,6 +50,7 @@ MEASUREMENTS = {  # by option or model: where its class is
     "overlap": "measurements.OverlapMeasurement",
     "paper": "measurements.PaperMeasurement",
     "network": "measurements.NetworkMeasurement",
+    "collectives": "collectives.CollectivesMeasurement",
     "offload": "offload.OffloadMeasurement",
     "outer": "measurements.OuterMeasurement",
     "save": "saves.SavesMeasurement",
@@ -58,7 +60,17 @@ MEASUREMENTS = {  # by option or model: where its class is
     "mixture": "mixture.MixtureMeasurement",
     "pipeline": "pipelines.PipelineMeasurement",
 }
-OPTIONS = ("--overlap", "--paper", "--network", "--offload", "--outer", "--save", "--record", "--what-if")
+OPTIONS = (
+    "--overlap",
+    "--paper",
+    "--network",
+    "--collectives",
+    "--offload",
+    "--outer",
+    "--save",
+    "--record",
+    "--what-if",
+)
 
 
 def measurement(name: str) -> type[Measurement]:

@@ -22,7 +22,7 @@ from deepspeed_ext.config.settings import SaveSettings
 from deepspeed_ext.strategy import hyphenate
 from scripts import ROOT
 from tests.perf import sum_errors
-from tests.perf.lib import how_to, network, paper, predictions, studies, tabulated
+from tests.perf.lib import collectives, how_to, network, paper, predictions, studies, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
@@ -135,6 +135,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "sum-errors": sum_errors.table,
     "ordered": lambda: tabulated.measured([row for row in read("ordered_cluster.csv") if row.mbit == 100]),
     "network": network.table,
+    "collectives": collectives.table,
     "expected": predictions.expected,
     "paper": paper.table,
     "paper-rates": paper.rates,
@@ -162,7 +163,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "how-to-saving": how_to.saving,
     "how-to-going-back": how_to.going_back,
 }
-PLOTTED = (network, sum_errors)
+PLOTTED = (network, collectives, sum_errors)
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

@@ -1,11 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions of the baselines, on gloo, with the bytes that they have on NCCL.
+"""Flat rings on gloo, with the bytes that they have on NCCL: an all-gather, and reductions of the baselines.
 
 gloo's reduce-scatter sends the bytes of an all-reduce, and its rooted reduces more than NCCL's chains. A ring over
 ranks that are numbered node by node crosses each link once, with (n - 1)/n of the bytes.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,29 +23,42 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 WINDOW = 2**17  # elements
 
 
-def ring_reduce_scatter(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks of the part with this rank's number, in its dtype; parts may differ in length.
-
-    At each of n - 1 steps a rank sends a partial sum to its successor, in windows: a small bucket of ZeRO-1 and -2
-    belongs to one rank, whose sum would cross links in turn. Receives come first, see Note [Pairwise messages].
-    """
+def ring_reduce_scatter(parts: Sequence[Tensor], group: dist.ProcessGroup, delay: float = 0.0) -> Tensor:
+    """Return the sum over ranks of the part with this rank's number, in its dtype; parts may differ in length."""
     size, rank = group.size(), group.rank()
-    before, after = (dist.get_global_rank(group, (rank + shift) % size) for shift in (-1, 1))
-    total, *added = [parts[(rank - 1 - step) % size].split(WINDOW) for step in range(size)]
-    received = [[torch.empty_like(window) for window in part] for part in added]
-    receives = [[dist.irecv(window, before, group) for window in part] for part in received]
-    sends = []
-    for step, part in enumerate(received):
-        sends += [dist.isend(window, after, group) for window in total] if step == 0 else []
-        for receive, window, own in zip(receives[step], part, added[step], strict=True):
+    added = [parts[(rank - 2 - step) % size] for step in range(size - 1)]
+    return _pass_around(parts[rank - 1], [torch.empty_like(part) for part in added], added, group, delay)
+
+
+def ring_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup, delay: float = 0.0) -> None:
+    """All-gather shards of equal length in rank order, each received in its place."""
+    parts, rank = gathered.chunk(group.size()), group.rank()
+    _pass_around(parts[rank].copy_(shard), [parts[rank - step] for step in range(1, len(parts))], (), group, delay)
+
+
+def _pass_around(
+    part: Tensor, received: Sequence[Tensor], added: Sequence[Tensor], group: dist.ProcessGroup, delay: float
+) -> Tensor:
+    """Send a part to the successor, then each received one after an addition, if any; return the last one.
+
+    Parts are sent in windows: a small bucket of ZeRO-1 and -2 belongs to one rank, whose sum would cross links in
+    turn. Receives come first, see Note [Pairwise messages]. ``delay``: seconds by which parts arrive later.
+    """
+    before, after = (dist.get_global_rank(group, (group.rank() + shift) % group.size()) for shift in (-1, 1))
+    steps = [buffer.split(WINDOW) for buffer in received]
+    receives = [[dist.irecv(window, before, group) for window in windows] for windows in steps]
+    sends = [dist.isend(window, after, group) for window in part.split(WINDOW) if received]
+    for step, windows in enumerate(steps):
+        for number, (receive, window) in enumerate(zip(receives[step], windows, strict=True)):
             receive.wait()
-            window.add_(own)
-            if step < size - 2:
+            time.sleep(0 if number else delay)
+            if added:
+                window.add_(added[step].split(WINDOW)[number])
+            if step < len(steps) - 1:
                 sends.append(dist.isend(window, after, group))
-        total = part
     for send in sends:
         send.wait()
-    return torch.cat(list(total))
+    return [part, *received][-1]
 
 
 class RingReduceScatter(DefaultReduceScatter):

@@ -110,6 +110,7 @@ OFFLOAD = by_name(
     Setting("2x2-LoRA-15", mbit=(15,), size="two", lora=True),
 )
 NETWORK = by_name(Setting("2x2-curve-4", mbit=(5, 10, 25, 50, 100, 500, 2000, None), size="curve"))
+COLLECTIVES = by_name(*(Setting(f"{nodes}x{16 // nodes}", nodes, 16 // nodes, mbit=(200,)) for nodes in (2, 4, 8)))
 OUTER = by_name(
     *(
         Setting(f"2x{ranks}-{rate_name(rate)}", ranks_per_node=ranks, accumulation=1, mbit=(rate,))

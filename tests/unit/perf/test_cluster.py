@@ -172,3 +172,14 @@ def sum_and_train() -> tuple[list[float], list[float]]:
         assert ring.call_count == calls > 0
         differences.append(((ours - stock).abs().max() / stock.abs().max()).item())
     return rings.ring_reduce_scatter(parts, dist.group.WORLD).tolist(), differences
+
+
+def test_two_hops_and_rings_return_what_gloo_does(ranks: Any) -> None:
+    assert ranks(4).run(differences_from_gloo) == [[[0.0] * 4] * 2] * 4
+
+
+def differences_from_gloo() -> list[list[float]]:
+    from deepspeed_ext.comm.process_groups import get_topology
+    from tests.perf.lib.collectives import OPERATIONS, moves
+
+    return [[apart for _, apart in moves(get_topology(None, 2), one, 256, 1e-4).values()] for one in OPERATIONS]
