@@ -14,7 +14,7 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,26 +48,10 @@ SIZES |= {"stage3_param_persistence_threshold": round(1e5 / NARROWER)}
 Step = Callable[[], None]
 
 
-class Layer(nn.Module):
-    """Modules in sequence. An ``nn.Sequential`` counts as a list of modules, which is never a unit."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(map(growth.Part, shapes))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
 def make_model() -> nn.Sequential:
     """Return the modules of a narrow Llama; each adds the sum of its parameter."""
     growth.NARROWER = NARROWER
-    shapes = growth.shapes()
-    size = (len(shapes) - 3) // growth.LAYERS
-    layers = [shapes[1 + size * number :][:size] for number in range(growth.LAYERS)]
-    return nn.Sequential(growth.Part(shapes[0]), *map(Layer, layers), *map(growth.Part, shapes[-2:]))
+    return growth.make_model(layered=True)
 
 
 def make_deepspeed(section: dict[str, Any]) -> tuple[Step, Step]:

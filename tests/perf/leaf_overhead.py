@@ -4,10 +4,10 @@
 
     python -m tests.perf.leaf_overhead
 
-It measures a micro-batch (forward and backward) of a mixture of experts so small that hooks take most of the time, in
-fp32 on CPU ranks with gloo. The overhead is its time beyond that of the same number of processes of plain PyTorch;
-with one rank it is host time alone. No parameter persists. A granularity threshold of 1 makes no module a leaf; in
-stock it also switches on a faster path for leaf modules that are set by hand.
+It measures a micro-batch (forward and backward), and a step of one micro-batch, of a mixture of experts so small that
+hooks take most of the time, in fp32 on CPU ranks with gloo; the learning rate is 0. The overhead is a micro-batch's
+time beyond that of the same number of processes of plain PyTorch; with one rank it is host time alone. No parameter
+persists. Any granularity threshold that selects modules here makes leaf modules of layers.
 
 Each case has its own processes, because DeepSpeed replaces functions of PyTorch permanently; in stock cases our
 package is disabled. Cases take turns. Numbers are medians over the micro-batches of all rounds and ranks. A rank's
@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,9 +37,10 @@ from deepspeed_ext.tools.compare.launching import RunFailed
 from deepspeed_ext.tools.compare.verdict import BOUNDS, loss_difference
 from scripts.emulation.launching import exit_on_signals, launch, start_rank
 from tests.perf.lib import records
+from tests.perf.lib.fake_world import OperatorCount
 
 HIDDEN, TOKENS = 32, 8
-NEVER = 1_000_000  # micro-batches in a step
+THRESHOLD = 30_000  # parameters for each module of a layer, packed or not
 WARM_UP_STEPS = 3  # ZeRO-3 records its trace in the first, and decides by it in the second what to release when
 STOCK_AIM, BY_HAND_AIM = 0.2, 0.6  # ours' overhead, in that of stock ZeRO-3 and of the best leaf modules by hand
 TIMEOUT = 1800  # seconds that a case may take
@@ -46,22 +48,18 @@ LOG = Path(tempfile.gettempdir()) / "leaf_overhead.log"  # what the ranks of the
 
 PLAIN, STOCK, OURS, WINDOWS = "plain", "zero3", "ours", "ours, windows"
 GATHERED: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
-MOE, LAYER = (GATHERED | {"leaf_module": {"classes": [name, f"Packed{name}"]}} for name in ("MoE", "Layer"))
-FAST = {"stage3_module_granularity_threshold": 1}
 OUR_KEY = "stage3_leaf_bytes"
 WINDOW = 8  # experts, each with what is gathered, what it is gathered into, and its gradient
 CASES: dict[str, dict[str, Any] | None] = {  # zero_optimization of each
     PLAIN: None,
     STOCK: GATHERED,
-    "zero3 + leaf: MoE": MOE,
-    "zero3 + leaf: MoE, threshold 1": MOE | FAST,
-    "zero3 + leaf: Layer": LAYER,
-    "zero3 + leaf: Layer, threshold 1": LAYER | FAST,
+    "zero3 + leaf: MoE": GATHERED | {"leaf_module": {"classes": ["MoE", "PackedMoE"]}},
+    "zero3 + threshold": GATHERED | {"stage3_module_granularity_threshold": THRESHOLD},
     OURS: GATHERED | {OUR_KEY: True},
     WINDOWS: GATHERED | {OUR_KEY: WINDOW * 3 * 4 * 3 * HIDDEN * HIDDEN},
 }
 SWITCHED_OFF = {name for name, zero in CASES.items() if zero and OUR_KEY not in zero}  # our package is
-BY_HAND = [name for name, zero in CASES.items() if zero and "leaf_module" in zero]
+BY_HAND = [name for name in SWITCHED_OFF if name != STOCK]
 
 Found = dict[tuple[int, str], list[dict[str, Any]]]  # what each rank reports, by number of ranks and case
 
@@ -147,8 +145,8 @@ def make_engine(name: str, model: nn.Module) -> Any:
 
     config = {
         "train_micro_batch_size_per_gpu": TOKENS,
-        "gradient_accumulation_steps": NEVER,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": CASES[name],
     }
@@ -162,6 +160,7 @@ def work(name: str, folder: Path, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     layers = (Layer(args.experts, args.packed) for _ in range(args.layers))
     model, engine = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers, nn.Linear(HIDDEN, 1)), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if CASES[name] is None:
         dist.init_process_group("gloo")  # to start together
     else:
@@ -169,19 +168,29 @@ def work(name: str, folder: Path, args: argparse.Namespace) -> None:
         engine = make_engine(name, model)
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank()))
     forward, backward = (model, Tensor.backward) if engine is None else (engine, engine.backward)
-    report: dict[str, list[float]] = {"losses": [], "seconds": []}
-    for _ in range(WARM_UP_STEPS + args.steps):
+    report: dict[str, Any] = {"losses": [], "seconds": [], "step_seconds": []}
+
+    def step() -> None:
         dist.barrier()
         begin = time.perf_counter()
         loss = forward(x).square().mean()
         backward(loss)
         report["seconds"].append(time.perf_counter() - begin)
+        if engine is None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            engine.step()
+        report["step_seconds"].append(time.perf_counter() - begin)
         report["losses"].append(loss.item())
-        if engine is not None:
-            engine.step()  # counts micro-batches
+
+    for _ in range(WARM_UP_STEPS + args.steps):
+        step()
+    with OperatorCount() as operators:
+        step()
     offload = None if engine is None else engine.optimizer.parameter_offload
     hooks = 0 if offload is None else len(offload.forward_hooks) + len(offload.backward_hooks)
-    (folder / str(dist.get_rank())).write_text(json.dumps(report | {"hooks": hooks}))
+    (folder / str(dist.get_rank())).write_text(json.dumps(report | {"hooks": hooks, "operators": operators.count}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -216,16 +225,18 @@ def measure(args: argparse.Namespace) -> Found:
             for report, plain in zip(reports, reports_by_case[ranks, PLAIN], strict=False):
                 if loss_difference(report["losses"], plain["losses"][:1] * len(report["losses"])) > BOUNDS["float32"]:
                     raise RunFailed(f"{name}, {ranks} rank(s): losses {report['losses']}, not {plain['losses'][0]}")
-            milliseconds = statistics.median(reports[0]["seconds"][WARM_UP_STEPS:]) * 1e3
+            milliseconds = statistics.median(measured(reports, "seconds"))
             print(f"round {number + 1}, {ranks} rank(s), {name}: {milliseconds:.1f} ms", file=sys.stderr)
     return reports_by_case
 
 
+def measured(reports: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """Return milliseconds of all ranks; the last step had its operators counted."""
+    return [seconds * 1e3 for report in reports for seconds in report[name][WARM_UP_STEPS:-1]]
+
+
 def rows_of(reports_by_case: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
-    times = {
-        key: [s * 1e3 for report in reports_by_case[key] for s in report["seconds"][WARM_UP_STEPS:]]
-        for key in reports_by_case
-    }
+    times = {key: measured(reports, "seconds") for key, reports in reports_by_case.items()}
     over = {key: statistics.median(times[key]) - statistics.median(times[key[0], PLAIN]) for key in reports_by_case}
     rows = []
     for (ranks, name), reports in reports_by_case.items():
@@ -234,7 +245,9 @@ def rows_of(reports_by_case: Found, args: argparse.Namespace) -> list[dict[str, 
         row: dict[str, Any] = {key: getattr(args, key) for key in ("layers", "experts", "rounds", "steps")}
         row |= {"ranks": ranks, "case": f"{name}, packed" if args.packed else name}
         row |= {"milliseconds_median": median, "milliseconds_quartile_1": low, "milliseconds_quartile_3": high}
-        row |= {"overhead_milliseconds": overhead, "hooks": reports[0]["hooks"], "best_by_hand": best}
+        row |= {"overhead_milliseconds": overhead, "best_by_hand": best}
+        row |= {"step_milliseconds_median": statistics.median(measured(reports, "step_seconds"))}
+        row |= {key: reports[0][key] for key in ("hooks", "operators")}
         row |= {"of_stock": overhead / over[ranks, STOCK], "of_best_by_hand": overhead / over[ranks, best]}
         rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
     return rows
