@@ -22,19 +22,41 @@ from deepspeed_ext.config.settings import SaveSettings
 from deepspeed_ext.strategy import hyphenate
 from scripts import ROOT
 from tests.perf import sum_errors
-from tests.perf.lib import how_to, network, predictions, studies, tabulated
-from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows
+from tests.perf.lib import how_to, network, predictions, settings, studies, tabulated
+from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
 
 
 def pipelines() -> Table:
-    """Return what a rank of a pipeline holds and receives."""
+    """Return seconds of a step with and without a pipeline, and what a rank receives."""
+    rows = {(row.method, row.mbit): row for row in read("pipelines.csv")}
+    (slow, fast), lines = settings.PIPELINE["4x2-pipeline"].mbit, []
+    for name in (name for name, mbit in rows if mbit == fast):
+        received = f"{rows[name, slow].bytes_between / 2e6:#.3g} MB"
+        lines.append([name, *(seconds_of(rows[name, rate].median) for rate in (slow, fast)), received])
+    return ["", f"{slow} Mbit/s", f"{fast:,} Mbit/s", "received from other nodes per step"], lines
+
+
+def pipelines_memory() -> Table:
+    """Return what the rank of a pipeline holds that has the most, in MB."""
     lines = []
-    for row in (row for row in read("pipelines.csv") if row.mbit == 100):
-        numbers = row.held[0], row.held[1], row.bytes_between / 2
-        lines.append([row.method, *(f"{number / 1e6:#.3g} MB" for number in numbers)])
-    return ["", "parameters held by a rank", "gradients held", "received from other nodes per step"], lines
+    for row in (row for row in read("pipelines.csv") if "activation_bytes" in row.more and row.mbit == 100):
+        sizes = [*row.held, row.more["activation_bytes"], row.memory + row.more["activation_bytes"]]
+        of_formula = f"{row.memory / row.more['formula_held']:.2f}"
+        lines.append([row.method, *(f"{nbytes / 1e6:#.3g}" for nbytes in sizes), of_formula])
+    return ["MB", "parameters", "gradients", "optimizer states", "activations", "sum", "states, of the formula"], lines
+
+
+def leaf_overhead(packed: bool) -> Table:
+    """Return hooks, operators, and host time of a step of many small modules."""
+    rows = [row for row in read_rows(RESULTS / "leaf_overhead.csv") if row.get("packed") == str(packed)]
+    lines = []
+    for name, row in {row["case"]: row for row in rows if row["ranks"] == "1"}.items():
+        median, low, high = (float(row[f"milliseconds_{part}"]) for part in ("median", "quartile_1", "quartile_3"))
+        counts = [f"{int(row[column]):,}" for column in ("hooks", "operators")]
+        lines.append([name, *counts, f"{median:.0f} ({low:.0f} to {high:.0f})", f"{float(row['of_stock']):.2f}"])
+    return ["", "hooks", "operators", "ms per step, median (quartiles)", "overhead, relative to ZeRO-3"], lines
 
 
 def kernels() -> Table:
@@ -70,8 +92,8 @@ def lossless() -> Table:
 def growth() -> Table:
     """Return counts and seconds of one of 64 and of 16,384 ranks."""
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for row in read_rows(RESULTS / "growth.csv"):
-        at = row["ranks"], row["method"] if len(row["method"]) > 1 else f"ZeRO-{row['method']}"
+    for row in (row for row in read_rows(RESULTS / "growth.csv") if not row.get("modules")):
+        at = row["ranks"], stage_name(row["method"])
         made_only = float(row["seconds_step"]) == 0 and at in found
         found[at] = {**found[at], "seconds_creation": row["seconds_creation"]} if made_only else row
     lines = []
@@ -84,6 +106,20 @@ def growth() -> Table:
             line.append(", ".join(dict.fromkeys(values)))
         lines.append(line)
     return ["", "groups", "messages per step", "creation, s", "step, s", "MB"], lines
+
+
+def creation() -> Table:
+    """Return seconds in which an engine of a model of 10,000 modules is made, by method and number of ranks."""
+    rows = [row for row in read_rows(RESULTS / "growth.csv") if row.get("modules")]
+    seconds = {(row["method"], row["ranks"]): float(row["seconds_creation"]) for row in rows}
+    worlds = sorted({ranks for _, ranks in seconds}, key=int)
+    methods = dict.fromkeys(method for method, _ in seconds)
+    lines = [[stage_name(name), *(f"{seconds[name, ranks]:.2g}" for ranks in worlds)] for name in methods]
+    return ["creation, s", *(f"{ranks} ranks" for ranks in worlds)], lines
+
+
+def stage_name(method: str) -> str:
+    return method if len(method) > 1 else f"ZeRO-{method}"
 
 
 def host_time() -> Table:
@@ -137,6 +173,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "network": network.table,
     "expected": predictions.expected,
     "pipelines": pipelines,
+    "pipelines-memory": pipelines_memory,
+    "leaf-overhead": lambda: leaf_overhead(packed=False),
+    "leaf-overhead-packed": lambda: leaf_overhead(packed=True),
+    "creation": creation,
     "keys": lambda: keys(ParoConfig),
     "keys-of-saves": lambda: keys(SaveSettings),
     **{
@@ -170,7 +210,7 @@ def written(page: str) -> str:
 
 def pages() -> Sequence[Path]:
     package = ROOT / "deepspeed_ext"
-    ours = (package / name / "README.md" for name in ("config", "pipeline"))
+    ours = (package / name / "README.md" for name in ("config", "leaf", "pipeline"))
     return [ROOT / "README.md", *ours, *sorted((package / "how_to").glob("*.md")), *sorted(RESULTS.glob("*.md"))]
 
 
