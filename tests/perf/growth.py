@@ -93,21 +93,26 @@ def forget_groups() -> None:
     deepspeed.utils.groups._WORLD_GROUP = None
 
 
-def make_engine(method: str, group_size: int, model: nn.Module) -> Any:
-    """Return an engine of a strategy, or of one of DeepSpeed's own stages ("2")."""
-    forget_groups()
-    name = method.removesuffix(LOCO)
-    loco = {} if name == method else {"zeropp_loco_param": {}}
-    placed: dict[str, Any] = {"paro_strategy": name, "paro_group_size": group_size, **loco}
+def section_of(method: str, group_size: int) -> dict[str, Any]:
+    """Return ``zero_optimization`` of a strategy, or of one of DeepSpeed's own stages ("2")."""
     if method in STAGES:
-        placed = {"stage": int(method)}
+        return {"stage": int(method)}
+    name = method.removesuffix(LOCO)
+    return {"paro_strategy": name, "paro_group_size": group_size} | (
+        {"zeropp_loco_param": {}} if name != method else {}
+    )
+
+
+def make_engine(zero: dict[str, Any], model: nn.Module, **more: Any) -> Any:
+    """Return an engine with this ``zero_optimization``, and more of the configuration."""
+    forget_groups()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-        "zero_optimization": {**placed, "reduce_bucket_size": BUCKET // NARROWER**2},
+        "zero_optimization": {"reduce_bucket_size": BUCKET // NARROWER**2, **zero},
     }
-    return deepspeed.initialize(model=model, config=config)[0]
+    return deepspeed.initialize(model=model, config=config | more)[0]
 
 
 def train(engine: Any, world: FakeWorld, steps: int) -> float:
@@ -145,7 +150,7 @@ def measure_once(
         tracemalloc.start()
     model = make_model(layered=modules is not None)
     begin = time.perf_counter()
-    engine = make_engine(method, world.group_size, model)
+    engine = make_engine(section_of(method, world.group_size), model)
     counts: dict[str, Any] = {"seconds_creation": time.perf_counter() - begin, "groups": world.made.total()}
     counts["messages_creation"] = world.messages.total()
     counts["seconds_step"] = train(engine, world, steps)

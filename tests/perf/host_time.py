@@ -56,16 +56,9 @@ def make_model() -> nn.Sequential:
 
 def make_deepspeed(section: dict[str, Any]) -> tuple[Step, Step]:
     """Return functions that take a step of an engine, and destroy it."""
-    growth.forget_groups()
     group = {"paro_group_size": GROUP} if "paro_strategy" in section else {}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-        "zero_optimization": {**section, **group, **SIZES},
-    }
-    engine = deepspeed.initialize(model=make_model(), config=config)[0]
+    zero = {**section, **group, **SIZES}
+    engine = growth.make_engine(zero, make_model(), gradient_accumulation_steps=ACCUMULATION)
 
     def step() -> None:
         for _ in range(ACCUMULATION):

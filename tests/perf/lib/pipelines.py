@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
+from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -29,7 +30,7 @@ from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, ByteGPT, pipeline, read_corpus
 from tests.perf.lib import settings
 from tests.perf.lib.measurements import BYTES_BOUND, Measurement
-from tests.perf.lib.peers import WHOLE, Batch, Engine, Method, Ours, Workload, gathered
+from tests.perf.lib.peers import PEERS, Batch, Engine, Method, Ours, Workload, gathered
 from tests.perf.lib.records import Row
 from tests.perf.lib.settings import FP32, MOVES, SHIPPED
 from tests.perf.lib.turns import Turn, methods, over_ranks
@@ -37,10 +38,6 @@ from tests.perf.lib.turns import Turn, methods, over_ranks
 STOCK, STAGES = "ZeRO-1", 2
 ALONE = "no pipeline, "
 WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, CORPUS_BYTES, BUCKET = 256, 4, 4, 32, 500_000, 500_000
-STOCK_SECTIONS: dict[str, dict[str, Any]] = {
-    STOCK: {"stage": 1, **WHOLE},
-    SHIPPED: {"stage": 1, **WHOLE, "use_multi_rank_bucket_allreduce": True},
-}
 # The formula gathers each parameter twice in a micro-batch: nothing may stay from forward to backward.
 LEAN = {f"stage3_{key}": 0 for key in ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")}
 SAME_AS = {STOCK: "NNG", SHIPPED: "NNG", "ZeRO-3": "GGG", "ZeRO-3 defaults": "GGG"}  # in what ranks hold
@@ -92,8 +89,10 @@ class Pipeline(Ours):
     """A pipeline engine with its data: of DeepSpeed's ZeRO-1, or of a strategy."""
 
     def __init__(self, workload: Workload, name: str) -> None:
-        zero = STOCK_SECTIONS.get(name, {"paro_strategy": name, "paro_group_size": workload.group_size})
+        zero = {"paro_strategy": name, "paro_group_size": workload.group_size}
+        zero = zero if name in STRATEGIES else cast(Any, PEERS[name]).keywords["zero"]
         Engine.__init__(self, workload, name, zero, native=name != STOCK)
+        groups.mpu = None  # the pipeline's, which engines without a pipeline would use
         self._data = iter(Batches(read_corpus(CORPUS_BYTES), self._engine, SEQUENCE_LENGTH, 0))
         reduce = self._engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
 
@@ -117,7 +116,7 @@ class PipelineMeasurement(Measurement):
     file = "pipelines.csv"
     settings = settings.PIPELINE
     methods = (
-        *(*STOCK_SECTIONS, "NNG", "NIG", "NGG", "IIG", "GGG"),
+        *(STOCK, SHIPPED, "NNG", "NIG", "NGG", "IIG", "GGG"),
         *(ALONE + name for name in (STOCK, "ZeRO-3", "ZeRO-3 defaults", "NIG", "IIG")),
     )
     stock = STOCK
@@ -178,19 +177,14 @@ class PipelineMeasurement(Measurement):
     def complete(self, row: Row, rates: Rates | None) -> None:
         """Add activations, and the bytes of the formulas: those that cross are the mean over stages, those that are
         held the maximum."""
-        method, name, group = (
-            cast(Engine, self.made[row.method]),
-            row.method.removeprefix(ALONE),
-            self.setting.ranks_per_node,
-        )
-        piped = isinstance(method, Pipeline)
+        method, name = cast(Engine, self.made[row.method]), row.method.removeprefix(ALONE)
+        piped, group = isinstance(method, Pipeline), self.setting.ranks_per_node
         stages, accumulation = (STAGES, self.setting.accumulation) if piped else (1, self.workload.accumulation)
         sizes = GroupSizes(self.setting.sizes.ranks // stages, group)
-        numel = float(sum(map(numel_of, method.engine.module.parameters())))
-        (most,), (total,) = (over_ranks([numel], op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM))
-        mean, largest = (
-            ModelStates.of(n, parameter_bytes=4, gradient_bytes=4) for n in (total / dist.get_world_size(), most)
-        )
+        numel = [float(sum(map(numel_of, method.engine.module.parameters())))]
+        (most,), (total,) = (over_ranks(numel, op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM))
+        counts = (most, total / dist.get_world_size())
+        largest, mean = (ModelStates.of(round(n), parameter_bytes=4, gradient_bytes=4) for n in counts)
         row.headers = 1.0  # counted without
         row.more |= dict(zip(("received_intra", "received_other_stages"), self._received[row.method][1:], strict=True))
         row.more["activation_bytes"] = self._activations[0 if piped else 1]
@@ -202,16 +196,16 @@ class PipelineMeasurement(Measurement):
             row.formula_bytes = each * (1 - 1 / sizes.ranks) * mean.parameters
         else:
             volume = STRATEGIES[name].volume(sizes, mean, accumulation)
-            row.formula_bytes, row.more["formula_intra"] = volume.inter * group, volume.intra
+            row.formula_bytes = volume.inter * group
+            row.more |= {"formula_intra": volume.intra} if piped else {}
 
     @classmethod
     def other_bytes(cls, row: Row) -> list[str]:
-        intra, inter = row.more.get("formula_intra"), row.formula_bytes
-        due = {"inter": inter and inter / 2, "intra": intra}
+        both = {"inter": row.formula_bytes and row.formula_bytes / 2, "intra": row.more.get("formula_intra")}
+        due = {hop: nbytes for hop, nbytes in both.items() if nbytes is not None}
         received = {"inter": row.bytes_between / 2, "intra": row.more["received_intra"]}
-        most = max(nbytes or 0.0 for nbytes in due.values())
         return [
             f"{row.method}, {row.mbit} Mbit/s: receives {received[hop]:.0f} bytes {hop}, not {nbytes:.0f}"
             for hop, nbytes in due.items()
-            if nbytes is not None and abs(received[hop] - nbytes) > BYTES_BOUND * most
+            if abs(received[hop] - nbytes) > BYTES_BOUND * max(due.values())
         ]
