@@ -11,13 +11,12 @@ flight keep for their backwards.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, StateByt
 from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, ByteGPT, pipeline, read_corpus
 from tests.perf.lib import settings
-from tests.perf.lib.measurements import BYTES_BOUND, Measurement
+from tests.perf.lib.measurements import Measurement
 from tests.perf.lib.peers import PEERS, Batch, Engine, Method, Ours, Workload, gathered
 from tests.perf.lib.records import Row
 from tests.perf.lib.settings import FP32, MOVES, SHIPPED
@@ -40,17 +39,9 @@ ALONE = "no pipeline, "
 WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, CORPUS_BYTES, BUCKET = 256, 4, 4, 32, 500_000, 500_000
 # The formula gathers each parameter twice in a micro-batch: nothing may stay from forward to backward.
 LEAN = {f"stage3_{key}": 0 for key in ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")}
+make_stages = partial(pipeline, WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, STAGES, 0)
+_only_stage = cache(partial(pipeline, WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, 1, 0))
 SAME_AS = {STOCK: "NNG", SHIPPED: "NNG", "ZeRO-3": "GGG", "ZeRO-3 defaults": "GGG"}  # in what ranks hold
-
-
-def make_stages(stages: int = STAGES) -> PipelineModule:
-    """Return this rank's stage; the same model on every call."""
-    return pipeline(WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, stages, 0)
-
-
-@cache
-def _only_stage() -> PipelineModule:
-    return make_stages(1)
 
 
 @torch.no_grad()
@@ -195,17 +186,4 @@ class PipelineMeasurement(Measurement):
             each = accumulation * moves[0] + moves[1]
             row.formula_bytes = each * (1 - 1 / sizes.ranks) * mean.parameters
         else:
-            volume = STRATEGIES[name].volume(sizes, mean, accumulation)
-            row.formula_bytes = volume.inter * group
-            row.more |= {"formula_intra": volume.intra} if piped else {}
-
-    @classmethod
-    def other_bytes(cls, row: Row) -> list[str]:
-        both = {"inter": row.formula_bytes and row.formula_bytes / 2, "intra": row.more.get("formula_intra")}
-        due = {hop: nbytes for hop, nbytes in both.items() if nbytes is not None}
-        received = {"inter": row.bytes_between / 2, "intra": row.more["received_intra"]}
-        return [
-            f"{row.method}, {row.mbit} Mbit/s: receives {received[hop]:.0f} bytes {hop}, not {nbytes:.0f}"
-            for hop, nbytes in due.items()
-            if abs(received[hop] - nbytes) > BYTES_BOUND * max(due.values())
-        ]
+            row.formula_bytes = STRATEGIES[name].volume(sizes, mean, accumulation).inter * group
