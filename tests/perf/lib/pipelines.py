@@ -107,8 +107,8 @@ class PipelineMeasurement(Measurement):
     file = "pipelines.csv"
     settings = settings.PIPELINE
     methods = (
-        *(STOCK, SHIPPED, "NNG", "NIG", "NGG", "IIG", "GGG"),
         *(ALONE + name for name in (STOCK, "ZeRO-3", "ZeRO-3 defaults", "NIG", "IIG")),
+        *(STOCK, SHIPPED, "NNG", "NIG", "NGG", "IIG", "GGG"),
     )
     stock = STOCK
     bounds: ClassVar[Mapping[str, float]] = {FP32: 1e-5}
@@ -137,14 +137,14 @@ class PipelineMeasurement(Measurement):
         kept = [kept_bytes(stage, hidden if stage.stage_id else inputs[0]) * in_flight]
         self._activations = over_ranks([*map(float, kept), kept_bytes(make_whole(), *inputs)], dist.ReduceOp.MAX)
         self._layers = range(stage._local_start, stage._local_stop)
-        staged = {"accumulation": self.setting.accumulation, "make_model": make_stages, "zero": LEAN}
-        workload = replace(self.workload, **staged, whole=Workload.whole)
-        for name in self.names:
-            if not name.startswith(ALONE):
-                yield Pipeline(workload, name)
+        # Stages have other numbers of modules, which ZeRO-3 counts in each process, and compares between ranks.
         for method in methods([n.removeprefix(ALONE) for n in self.names if n.startswith(ALONE)], self.workload, {}):
             method.name = ALONE + method.name
             yield method
+        staged = {"accumulation": self.setting.accumulation, "make_model": make_stages, "zero": LEAN}
+        workload = replace(self.workload, **staged, whole=Workload.whole)
+        for name in (name for name in self.names if not name.startswith(ALONE)):
+            yield Pipeline(workload, name)
 
     def turn(self, method: Method) -> Turn:
         """Time a step, and count what ranks receive in it, or in each of its tries."""
