@@ -134,14 +134,14 @@ class PipelineMeasurement(Measurement):
         inputs, stage = self._data.draw(0), make_stages()
         hidden = torch.zeros(*inputs[0].shape, WIDTH, requires_grad=True)
         in_flight = STAGES - stage.stage_id  # of DeepSpeed's schedule, 1F1B
-        kept = [kept_bytes(stage, hidden if stage.stage_id else inputs[0]) * in_flight]
-        self._activations = over_ranks([*map(float, kept), kept_bytes(make_whole(), *inputs)], dist.ReduceOp.MAX)
+        kept = kept_bytes(stage, hidden if stage.stage_id else inputs[0]) * in_flight
+        self._activations = over_ranks([kept, kept_bytes(make_whole(), *inputs)], dist.ReduceOp.MAX)
         self._layers = range(stage._local_start, stage._local_stop)
         # Stages have other numbers of modules, which ZeRO-3 counts in each process, and compares between ranks.
         for method in methods([n.removeprefix(ALONE) for n in self.names if n.startswith(ALONE)], self.workload, {}):
             method.name = ALONE + method.name
             yield method
-        staged = {"accumulation": self.setting.accumulation, "make_model": make_stages, "zero": LEAN}
+        staged: dict[str, Any] = {"accumulation": self.setting.accumulation, "make_model": make_stages, "zero": LEAN}
         workload = replace(self.workload, **staged, whole=Workload.whole)
         for name in (name for name in self.names if not name.startswith(ALONE)):
             yield Pipeline(workload, name)
