@@ -22,7 +22,6 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +96,8 @@ def section_of(method: str, group_size: int) -> dict[str, Any]:
     """Return ``zero_optimization`` of a strategy, or of one of DeepSpeed's own stages ("2")."""
     if method in STAGES:
         return {"stage": int(method)}
-    name = method.removesuffix(LOCO)
-    return {"paro_strategy": name, "paro_group_size": group_size} | (
-        {"zeropp_loco_param": {}} if name != method else {}
-    )
+    loco = {"zeropp_loco_param": {}} if method.endswith(LOCO) else {}
+    return {"paro_strategy": method.removesuffix(LOCO), "paro_group_size": group_size, **loco}
 
 
 def make_engine(zero: dict[str, Any], model: nn.Module, **more: Any) -> Any:
@@ -140,26 +137,24 @@ def count_host_work(engine: Any, world: FakeWorld) -> dict[str, int]:
     return {"operators": operators.count, "calls": events["call"] + events["c_call"]}
 
 
-def measure_once(
-    method: str, world: FakeWorld, traced: bool = False, *, steps: int, modules: int | None
-) -> dict[str, Any]:
+def measure_once(method: str, world: FakeWorld, args: argparse.Namespace, traced: bool = False) -> dict[str, Any]:
     """Make an engine and train; return the counts, with ``traced`` MB instead of seconds."""
     gc.collect()
     world.reset()
     if traced:
         tracemalloc.start()
-    model = make_model(layered=modules is not None)
+    model = make_model(layered=args.modules is not None)
     begin = time.perf_counter()
     engine = make_engine(section_of(method, world.group_size), model)
     counts: dict[str, Any] = {"seconds_creation": time.perf_counter() - begin, "groups": world.made.total()}
     counts["messages_creation"] = world.messages.total()
-    counts["seconds_step"] = train(engine, world, steps)
-    if not steps:
+    counts["seconds_step"] = train(engine, world, args.steps)
+    if not args.steps:
         world.reset()
     for kind in ("intra", "inter", "world"):
         counts[f"messages_{kind}"] = world.messages[kind]
         counts[f"bytes_{kind}"] = world.received[kind]
-    if steps and not traced:
+    if args.steps and not traced:
         counts |= count_host_work(engine, world)
     if traced:
         gc.collect()
@@ -175,18 +170,17 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     (ranks,), group_size, methods = args.worlds, args.group_size, args.methods
     if args.modules is not None:
         LAYERS, NARROWER = args.modules // OF_LAYER, DEEPER
-    once = partial(measure_once, steps=args.steps, modules=args.modules)
     world = FakeWorld(ranks, group_size)
     deepspeed.init_distributed(dist_backend="gloo")  # finds the fake one
     logging.disable(logging.WARNING)
     for method in (methods[0], *[method for method in methods if method.endswith(LOCO)][:1]):
-        once(method, world)  # imports, kernels
-    samples = [[once(method, world) for method in methods] for _ in range(args.rounds)]
+        measure_once(method, world, args)  # imports, kernels
+    samples = [[measure_once(method, world, args) for method in methods] for _ in range(args.rounds)]
     for method, rows in zip(methods, zip(*samples, strict=True), strict=True):
         row = {"ranks": ranks, "group_size": group_size, "method": method, "modules": args.modules, **rows[0]}
         for name in ("seconds_creation", "seconds_step"):
             row[name] = round(statistics.median(sample[name] for sample in rows), 4)
-        row["mb"] = "" if args.no_memory else round(once(method, world, True)["mb"], 2)
+        row["mb"] = "" if args.no_memory else round(measure_once(method, world, args, True)["mb"], 2)
         yield row
 
 
