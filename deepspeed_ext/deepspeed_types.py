@@ -110,6 +110,7 @@ class Engine(Protocol):
     pipeline_parallelism: bool
     is_first_weights_partition_group: Callable[[], bool]
     _reduce_autoep_folding_tp_replicated_gradients: Callable[[], None]
+    _check_for_duplicates: Callable[[Any], None]
     _backward_prologue: Callable[[], Any]
     _backward_epilogue: Callable[[], Any]
     _INSTRUCTION_MAP: Mapping[type, Callable[..., Any]]  # of a pipeline

@@ -194,6 +194,7 @@ REPLACED_DURING_CALLS: tuple[Patch, ...] = (
     Patch(
         f"{ENGINE}._reduce_autoep_folding_tp_replicated_gradients", "leave this reduction to our optimizers", "(self)"
     ),
+    Patch(f"{ENGINE}._check_for_duplicates", "do not compare all pairs of parameters", "(self, optimizer)"),
     Patch(f"{ENGINE}._copy_recovery_script", "do not copy the script into saves in memory", "(self, save_path)"),
     Patch(f"{STAGES}._synchronize_tied_weights", "load layers one by one", "(self)"),
 )

@@ -130,7 +130,7 @@ def check_our_keys(
 
 @_seam
 def decide_on_a_strategy(configure: Callable[..., None], self: "Engine", model: "nn.Module") -> None:
-    from deepspeed_ext.config.section import wants_fastest
+    from deepspeed_ext.config.section import active_strategy, wants_fastest
     from deepspeed_ext.integration import plugins
 
     if wants_fastest(self._config):
@@ -138,7 +138,16 @@ def decide_on_a_strategy(configure: Callable[..., None], self: "Engine", model: 
 
         choose_strategy(self, model)
     configure(self, model)
+    if active_strategy(self._config):
+        self._check_for_duplicates = functools.partial(_check_if_duplicated, self._check_for_duplicates)
     plugins.engine_ready(self)
+
+
+def _check_if_duplicated(check: Callable[[Any], None], optimizer: Any) -> None:
+    """Call DeepSpeed's check only if it may fail: it compares each parameter with every other one."""
+    params = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    if len(set(params)) < len(params):
+        check(optimizer)
 
 
 @_seam

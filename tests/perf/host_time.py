@@ -14,7 +14,7 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,40 +48,17 @@ SIZES |= {"stage3_param_persistence_threshold": round(1e5 / NARROWER)}
 Step = Callable[[], None]
 
 
-class Layer(nn.Module):
-    """Modules in sequence. An ``nn.Sequential`` counts as a list of modules, which is never a unit."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(map(growth.Part, shapes))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
 def make_model() -> nn.Sequential:
     """Return the modules of a narrow Llama; each adds the sum of its parameter."""
     growth.NARROWER = NARROWER
-    shapes = growth.shapes()
-    size = (len(shapes) - 3) // growth.LAYERS
-    layers = [shapes[1 + size * number :][:size] for number in range(growth.LAYERS)]
-    return nn.Sequential(growth.Part(shapes[0]), *map(Layer, layers), *map(growth.Part, shapes[-2:]))
+    return growth.make_model(layered=True)
 
 
 def make_deepspeed(section: dict[str, Any]) -> tuple[Step, Step]:
     """Return functions that take a step of an engine, and destroy it."""
-    growth.forget_groups()
     group = {"paro_group_size": GROUP} if "paro_strategy" in section else {}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-        "zero_optimization": {**section, **group, **SIZES},
-    }
-    engine = deepspeed.initialize(model=make_model(), config=config)[0]
+    zero = {**section, **group, **SIZES}
+    engine = growth.make_engine(zero, make_model(), gradient_accumulation_steps=ACCUMULATION)
 
     def step() -> None:
         for _ in range(ACCUMULATION):

@@ -37,6 +37,17 @@ def pipelines() -> Table:
     return ["", "parameters held by a rank", "gradients held", "received from other nodes per step"], lines
 
 
+def leaf_overhead(packed: bool) -> Table:
+    """Return hooks, operators, and host time of a step of many small modules."""
+    rows = [row for row in read_rows(RESULTS / "leaf_overhead.csv") if row.get("packed") == str(packed)]
+    lines = []
+    for name, row in {row["case"]: row for row in rows if row["ranks"] == "1"}.items():
+        median, low, high = (float(row[f"milliseconds_{part}"]) for part in ("median", "quartile_1", "quartile_3"))
+        counts = [f"{int(row[column]):,}" for column in ("hooks", "operators")]
+        lines.append([name, *counts, f"{median:.0f} ({low:.0f} to {high:.0f})", f"{float(row['of_stock']):.2f}"])
+    return ["", "hooks", "operators", "ms per step, median (quartiles)", "overhead, relative to ZeRO-3"], lines
+
+
 def kernels() -> Table:
     """Return milliseconds of kernels of differences, beside a copy of as many bytes."""
     rows = {row["case"]: row for row in read_rows(RESULTS / "loco_kernels.csv") if "compress" not in row["case"]}
@@ -70,8 +81,8 @@ def lossless() -> Table:
 def growth() -> Table:
     """Return counts and seconds of one of 64 and of 16,384 ranks."""
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for row in read_rows(RESULTS / "growth.csv"):
-        at = row["ranks"], row["method"] if len(row["method"]) > 1 else f"ZeRO-{row['method']}"
+    for row in (row for row in read_rows(RESULTS / "growth.csv") if not row.get("modules")):
+        at = row["ranks"], stage_name(row["method"])
         made_only = float(row["seconds_step"]) == 0 and at in found
         found[at] = {**found[at], "seconds_creation": row["seconds_creation"]} if made_only else row
     lines = []
@@ -84,6 +95,20 @@ def growth() -> Table:
             line.append(", ".join(dict.fromkeys(values)))
         lines.append(line)
     return ["", "groups", "messages per step", "creation, s", "step, s", "MB"], lines
+
+
+def creation() -> Table:
+    """Return seconds in which an engine of a model of 10,000 modules is made, by method and number of ranks."""
+    rows = [row for row in read_rows(RESULTS / "growth.csv") if row.get("modules")]
+    seconds = {(row["method"], row["ranks"]): float(row["seconds_creation"]) for row in rows}
+    worlds = sorted({ranks for _, ranks in seconds}, key=int)
+    methods = dict.fromkeys(method for method, _ in seconds)
+    lines = [[stage_name(name), *(f"{seconds[name, ranks]:.2g}" for ranks in worlds)] for name in methods]
+    return ["creation, s", *(f"{ranks} ranks" for ranks in worlds)], lines
+
+
+def stage_name(method: str) -> str:
+    return method if len(method) > 1 else f"ZeRO-{method}"
 
 
 def host_time() -> Table:
@@ -141,6 +166,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "paper-rates": paper.rates,
     "paper-emulated": lambda: tabulated.measured(read(paper.FILE)),
     "pipelines": pipelines,
+    "leaf-overhead": lambda: leaf_overhead(packed=False),
+    "creation": creation,
     "keys": lambda: keys(ParoConfig),
     "keys-of-saves": lambda: keys(SaveSettings),
     **{
@@ -174,7 +201,7 @@ def written(page: str) -> str:
 
 def pages() -> Sequence[Path]:
     package = ROOT / "deepspeed_ext"
-    ours = (package / name / "README.md" for name in ("config", "pipeline"))
+    ours = (package / name / "README.md" for name in ("config", "leaf", "pipeline"))
     return [ROOT / "README.md", *ours, *sorted((package / "how_to").glob("*.md")), *sorted(RESULTS.glob("*.md"))]
 
 

@@ -352,11 +352,12 @@ class FlatBuffers(list[FlatBuffer]):
         """
         windows: list[Window] = []
         for buffer, count in zip(self, rows, strict=True):
-            offsets = [(self.positions[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
-            for number, stripe in enumerate(buffer.layout.stripes):
-                members = tuple(
-                    sorted(index for index, offset in offsets if stripe.span.start <= offset < stripe.span.stop)
-                )
+            placed = sorted(
+                (buffer.offset(param), self.positions[id(param)]) for param in buffer.params if param.numel()
+            )
+            for number, (span, *_) in enumerate(buffer.layout.stripes):
+                first, end = (bisect_left(placed, (offset,)) for offset in (span.start, span.stop))
+                members = tuple(sorted(index for _, index in placed[first:end]))
                 windows += [
                     Window(buffer.number, span, members) for span in buffer.layout.windows(count, max_numel, number)
                 ]

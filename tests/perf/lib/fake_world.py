@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import distributed
 from torch.testing._internal.distributed import fake_pg
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Of each collective: which argument says how many bytes there are in all, and how often each rank receives them.
 _WHOLE = {
@@ -89,3 +90,13 @@ class FakeWorld:
         step = first_two[1] - first_two[0] if size > 1 else 0
         kinds = {(self.group_size, 1): "intra", (self.ranks // self.group_size, self.group_size): "inter"}
         return kinds.get((size, step), "other")
+
+
+class OperatorCount(TorchDispatchMode):
+    """Counts torch operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))

@@ -1,62 +1,89 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline with DeepSpeed's ZeRO-1 and with strategies: a byte-level GPT, with tied embedding and head, in two
-stages of two nodes each, so four data-parallel ranks in two groups.
+stages of two nodes each, so four data-parallel ranks in two groups; and the same model without a pipeline on all eight
+ranks, with the same samples in a step.
 
-Bytes are those that a rank receives, by the kernel's counters. Memory is that of parameters and gradients before the
-flush.
+Bytes are those that a rank receives, by the kernel's counters. Memory of a pipeline is that of states before the
+flush, when it holds most, on the rank with the most. Activations are tensors that the forwards of all micro-batches in
+flight keep for their backwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
-import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
-from torch import Tensor
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from deepspeed_ext.model_bytes import measure_state_bytes
+from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, StateBytes
 from scripts.emulation.traffic import TrafficMeter
-from scripts.examples.gpt import Batches, pipeline, read_corpus
-from tests.harness.training import whole_weights
+from scripts.examples.gpt import Batches, ByteGPT, pipeline, read_corpus
 from tests.perf.lib import settings
-from tests.perf.lib.measurements import BYTES_BOUND, Measurement
-from tests.perf.lib.peers import ADAMW, Method
+from tests.perf.lib.measurements import Measurement
+from tests.perf.lib.peers import PEERS, Batch, Engine, Method, Ours, Workload, gathered
 from tests.perf.lib.records import Row
-from tests.perf.lib.settings import FP32
-from tests.perf.lib.turns import Turn, Turns, over_ranks
+from tests.perf.lib.settings import FP32, MOVES, SHIPPED
+from tests.perf.lib.turns import Turn, methods, over_ranks
 
 STOCK, STAGES = "ZeRO-1", 2
-WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, CORPUS_BYTES = 256, 4, 4, 32, 500_000
-ZERO: dict[str, Any] = {
-    "reduce_bucket_size": 500_000,
-    "allgather_bucket_size": 500_000,
-    # The formula gathers each parameter twice in a micro-batch: nothing may stay from forward to backward.
-    "stage3_param_persistence_threshold": 0,
-    "stage3_prefetch_bucket_size": 0,
-    "stage3_max_reuse_distance": 0,
-}
+ALONE = "no pipeline, "
+WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, CORPUS_BYTES, BUCKET = 256, 4, 4, 32, 500_000, 500_000
+# The formula gathers each parameter twice in a micro-batch: nothing may stay from forward to backward.
+LEAN = {f"stage3_{key}": 0 for key in ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")}
+make_stages = partial(pipeline, WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, STAGES, 0)
+_only_stage = cache(partial(pipeline, WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, 1, 0))
+SAME_AS = {STOCK: "NNG", SHIPPED: "NNG", "ZeRO-3": "GGG", "ZeRO-3 defaults": "GGG"}  # in what ranks hold
 
 
-class Pipeline(Method):
-    """A pipeline engine with its data."""
+@torch.no_grad()
+def make_whole() -> ByteGPT:
+    """Return the model without a pipeline."""
+    model = ByteGPT(WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH)
+    model.lm_head.weight = model.token_embedding.weight
+    for mine, staged in zip(model.parameters(), _only_stage().parameters(), strict=True):
+        mine.copy_(staged)
+    return model
 
-    def __init__(self, name: str, group_size: int, micro_batches: int) -> None:
-        zero = {"stage": 1} if name == STOCK else {"paro_strategy": name, "paro_group_size": group_size}
-        super().__init__(name, ", ".join(f"{key} {value}" for key, value in zero.items()))
-        model = pipeline(WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH, STAGES, 0)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": micro_batches,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": ADAMW["eps"], "torch_adam": True}},
-            "steps_per_print": 1_000_000,
-            "zero_optimization": {**ZERO, **zero},
-        }
-        self.numel = sum(parameter.numel() for parameter in model.parameters())
-        self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+def weights_of_stage(model: Any, layers: range) -> Tensor:
+    """Return full parameters of the whole model: the tied embedding's, and those of a stage's layers. Collective."""
+    embedding = gathered(model.token_embedding) + gathered(model.position_embedding)
+    parts = [embedding, *map(gathered, model.blocks), gathered(model.norm)]
+    return torch.cat(
+        [p.flatten() for number, part in enumerate(parts) if not number or number in layers for p in part]
+    )
+
+
+def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
+    """Return the bytes that a forward keeps for its backward, besides parameters."""
+    parameters, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, dict[int, int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model(*inputs)  # held, so that no storage is reused
+    return sum(nbytes for at, nbytes in kept.items() if at not in parameters) if out.requires_grad else 0
+
+
+class Pipeline(Ours):
+    """A pipeline engine with its data: of DeepSpeed's ZeRO-1, or of a strategy."""
+
+    def __init__(self, workload: Workload, name: str) -> None:
+        zero = {"paro_strategy": name, "paro_group_size": workload.group_size}
+        zero = zero if name in STRATEGIES else cast(Any, PEERS[name]).keywords["zero"]
+        Engine.__init__(self, workload, name, zero, native=name != STOCK)
+        groups.mpu = None  # the pipeline's, which engines without a pipeline would use
         self._data = iter(Batches(read_corpus(CORPUS_BYTES), self._engine, SEQUENCE_LENGTH, 0))
         reduce = self._engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
 
@@ -67,58 +94,57 @@ class Pipeline(Method):
         self._engine._INSTRUCTION_MAP = {**self._engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: note}
 
     def step(self, batches: Sequence[Any], watch: bool = False) -> None:
-        self._engine.train_batch(self._data)
-
-    def finish(self) -> None:
-        if hasattr(self._engine.optimizer, "parameters"):
-            self._engine.optimizer.drain_parameters()  # or slices are completed during the next forward
+        with self._reductions():
+            self._engine.train_batch(self._data)
 
     def _states(self) -> StateBytes:
-        if self.name != STOCK:
-            states = measure_state_bytes(self._engine)
-            return StateBytes(states.parameters, states.gradients, 0)
-        parameters = list(self._engine.module.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return StateBytes(sum(tensor.nbytes for tensor in parameters), sum(tensor.nbytes for tensor in gradients), 0)
-
-    def weights(self) -> Tensor:
-        return whole_weights(self._engine.module)
-
-    def close(self) -> None:
-        self._engine.destroy()
-
-    def _micro_step(self, *_: Any) -> None:
-        raise NotImplementedError
+        return super()._states() if self.name in STRATEGIES else Engine._states(self)
 
 
 class PipelineMeasurement(Measurement):
-    """Pipelines of ZeRO-1 and of strategies."""
+    """Pipelines of ZeRO-1 and of strategies, and methods without a pipeline."""
 
     file = "pipelines.csv"
     settings = settings.PIPELINE
-    methods = (STOCK, "NNG", "NIG", "NGG", "IIG", "GGG")
+    methods = (
+        *(ALONE + name for name in (STOCK, "ZeRO-3", "ZeRO-3 defaults", "NIG", "IIG")),
+        *(STOCK, SHIPPED, "NNG", "NIG", "NGG", "IIG", "GGG"),
+    )
     stock = STOCK
     bounds: ClassVar[Mapping[str, float]] = {FP32: 1e-5}
 
-    def measure(self) -> list[Row]:
-        self.turns, self._meter = Turns(self.setting.ranks_per_node, lambda step: []), TrafficMeter()
-        self.made = {method.name: method for method in self.make_methods()}
-        self._received: dict[str, list[float]] = {}
-        states = {name: self.turns.warm_up(method) for name, method in self.made.items()}
-        rows = [row for mbit in self.setting.mbit for row in self.at(mbit, {})]
-        apart = self.compare()
-        for row in rows:
-            row.held, row.difference = states[row.method], apart[row.method]
-        return rows
+    def make_workload(self) -> Workload:
+        """Return that of the model without a pipeline."""
+        self._meter, self._received, self._layers = TrafficMeter(), dict[str, list[float]](), range(LAYERS + 2)
+        rank = SimpleNamespace(train_micro_batch_size_per_gpu=lambda: 1, data_parallel_group=None, device="cpu")
+        self._data = Batches(read_corpus(CORPUS_BYTES), cast(Any, rank), SEQUENCE_LENGTH, 0)
+        return Workload(
+            self.setting.accumulation // STAGES,
+            self.setting.ranks_per_node,
+            make_whole,
+            bucket=BUCKET,
+            whole=lambda model: weights_of_stage(model, self._layers),
+        )
+
+    def batches(self, step: int) -> list[Batch]:
+        count = self.workload.accumulation
+        return [self._data.draw((step - 1) * count + number) for number in range(count)]
 
     def make_methods(self) -> Iterator[Method]:
-        for name in self.names:
-            yield Pipeline(name, self.setting.ranks_per_node, self.setting.accumulation)
-
-    def round(self, number: int, rows: Mapping[str, Row]) -> float:
-        for name, row in rows.items():
-            row.add(*self.turn(self.made[name]))
-        return 0.0
+        inputs, stage = self._data.draw(0), make_stages()
+        hidden = torch.zeros(*inputs[0].shape, WIDTH, requires_grad=True)
+        in_flight = STAGES - stage.stage_id  # of DeepSpeed's schedule, 1F1B
+        kept = kept_bytes(stage, hidden if stage.stage_id else inputs[0]) * in_flight
+        self._activations = over_ranks([kept, kept_bytes(make_whole(), *inputs)], dist.ReduceOp.MAX)
+        self._layers = range(stage._local_start, stage._local_stop)
+        # Stages have other numbers of modules, which ZeRO-3 counts in each process, and compares between ranks.
+        for method in methods([n.removeprefix(ALONE) for n in self.names if n.startswith(ALONE)], self.workload, {}):
+            method.name = ALONE + method.name
+            yield method
+        staged: dict[str, Any] = {"accumulation": self.setting.accumulation, "make_model": make_stages, "zero": LEAN}
+        workload = replace(self.workload, **staged, whole=Workload.whole)
+        for name in (name for name in self.names if not name.startswith(ALONE)):
+            yield Pipeline(workload, name)
 
     def turn(self, method: Method) -> Turn:
         """Time a step, and count what ranks receive in it, or in each of its tries."""
@@ -129,9 +155,10 @@ class PipelineMeasurement(Measurement):
         self._meter.stop()
         received, bytes_by_kind = self._meter.read(), {"inter": 0.0, "intra": 0.0, "other_stages": 0.0}
         ranks, group = len(received), self.setting.ranks_per_node
+        stages = STAGES if isinstance(method, Pipeline) else 1
         for rank, by_sender in enumerate(received):
             for sender, count in enumerate(by_sender):
-                same_stage = sender * STAGES // ranks == rank * STAGES // ranks
+                same_stage = sender * stages // ranks == rank * stages // ranks
                 hop = "intra" if sender // group == rank // group else "inter"
                 bytes_by_kind[hop if same_stage else "other_stages"] += count / ranks
         steps = self.turns.steps_of(method) - before
@@ -139,25 +166,24 @@ class PipelineMeasurement(Measurement):
         return turn._replace(sent=self._received[method.name][0] * group)
 
     def complete(self, row: Row, rates: Rates | None) -> None:
-        method, group = self.made[row.method], self.setting.ranks_per_node
+        """Add activations, and the bytes of the formulas: those that cross are the mean over stages, those that are
+        held the maximum."""
+        method, name = cast(Engine, self.made[row.method]), row.method.removeprefix(ALONE)
+        piped, group = isinstance(method, Pipeline), self.setting.ranks_per_node
+        stages, accumulation = (STAGES, self.setting.accumulation) if piped else (1, self.workload.accumulation)
+        sizes = GroupSizes(self.setting.sizes.ranks // stages, group)
+        numel = [float(sum(map(numel_of, method.engine.module.parameters())))]
+        (most,), (total,) = (over_ranks(numel, op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM))
+        counts = (most, total / dist.get_world_size())
+        largest, mean = (ModelStates.of(round(n), parameter_bytes=4, gradient_bytes=4) for n in counts)
         row.headers = 1.0  # counted without
         row.more |= dict(zip(("received_intra", "received_other_stages"), self._received[row.method][1:], strict=True))
-        if row.method in STRATEGIES and isinstance(method, Pipeline):
-            sizes = GroupSizes(self.setting.sizes.ranks // STAGES, group)
-            states = ModelStates.of(method.numel, parameter_bytes=4, gradient_bytes=4)
-            volume = STRATEGIES[row.method].volume(sizes, states, self.setting.accumulation)
-            sums = over_ranks([volume.intra, volume.inter], dist.ReduceOp.SUM)
-            intra, inter = (total / dist.get_world_size() for total in sums)  # the mean over stages
-            row.formula_bytes, row.more["formula_intra"] = inter * group, intra
-
-    @classmethod
-    def other_bytes(cls, row: Row) -> list[str]:
-        if row.formula_bytes is None:
-            return []
-        due = {"inter": row.formula_bytes / 2, "intra": row.more["formula_intra"]}
-        received = {"inter": row.bytes_between / 2, "intra": row.more["received_intra"]}
-        return [
-            f"{row.method}, {row.mbit} Mbit/s: receives {received[hop]:.0f} bytes {hop}, not {due[hop]:.0f}"
-            for hop in due
-            if abs(received[hop] - due[hop]) > BYTES_BOUND * max(due.values())
-        ]
+        row.more["activation_bytes"] = self._activations[0 if piped else 1]
+        row.more["formula_held"] = STRATEGIES[SAME_AS.get(name, name)].memory(sizes, largest).total
+        if name == "ZeRO-3 defaults":  # some of its parameters persist
+            row.formula_bytes = None
+        elif moves := MOVES.get(name):
+            each = accumulation * moves[0] + moves[1]
+            row.formula_bytes = each * (1 - 1 / sizes.ranks) * mean.parameters
+        else:
+            row.formula_bytes = STRATEGIES[name].volume(sizes, mean, accumulation).inter * group

@@ -119,7 +119,7 @@ OUTER = by_name(
     )
 )
 MIXTURE = by_name(Setting("2x2-100"))
-PIPELINE = by_name(Setting("4x2-pipeline", nodes=4, accumulation=8, mbit=(100, 500)))
+PIPELINE = by_name(Setting("4x2-pipeline", nodes=4, accumulation=8, mbit=(100, 1000)))
 GPT2 = by_name(Setting("2x2-gpt2", mbit=(100, 1000), dtype=BF16), Setting("2x2-tiny", mbit=(100, 1000), dtype=BF16))
 SAVES = by_name(
     Setting("2x2-25M-1000", mbit=(1000,), size="25M", dtype=BF16),

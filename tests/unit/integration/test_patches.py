@@ -104,10 +104,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be co
 assert destroy_process_group is torch.distributed.destroy_process_group and destroy_process_group.__deepspeed_ext__
 def unexpected():
     return [patch.path for patch, state in patcher.status() if state not in ("applied", "as expected", "not imported")]
-def make():
+def make(times=1):
     model = torch.nn.Linear(4, 4)
     config = {**section(paro_strategy="NIG"), "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=[*model.parameters()] * times, config=config)[0]
 for module in (ds_config, ds_engine, deepspeed):
     importlib.reload(module)
 assert deepspeed.DeepSpeedEngine is ds_engine.DeepSpeedEngine and unexpected() == [], unexpected()
@@ -118,6 +118,17 @@ assert unexpected() == ["deepspeed.runtime.engine.DeepSpeedEngine._configure_zer
 engine = make()
 assert type(engine.optimizer).__name__ == "Stage12Optimizer" and unexpected() == []
 engine.destroy()
+
+check = ds_engine.DeepSpeedEngine._check_for_duplicates
+ds_engine.DeepSpeedEngine._check_for_duplicates = lambda self, optimizer: 1 / 0  # it compares all pairs
+make().destroy()
+ds_engine.DeepSpeedEngine._check_for_duplicates = check
+try:
+    make(times=2)
+except AssertionError as error:
+    assert "occurs multiple times in optimizer.param_groups" in str(error), error
+else:
+    raise SystemExit("accepted")
 
 configure = ds_engine.DeepSpeedEngine._configure_zero_optimizer
 ds_engine.DeepSpeedEngine._configure_zero_optimizer = lambda self, optimizer: configure.__wrapped__(self, optimizer)
