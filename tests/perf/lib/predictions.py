@@ -20,10 +20,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.planner.choice import Plan, plan
+from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.costs import Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import BUCKET, Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, full_bucket
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, full_bucket, hyphenate
 from tests.perf.lib.records import Table
 
 FLOPS = 6  # of each parameter for a token, forward and backward; recomputation is not counted
@@ -71,12 +72,7 @@ def expected() -> Table:
     lines = [[str(gbps)] for gbps in EXPECTED_GBPS]
     for accumulation in EXPECTED_ACCUMULATION:
         header += [f"{name}, accumulation {accumulation}" for name in ("N-I-G", "I-I-G")]
-        model = Model(
-            ModelStates.of(EXPECTED_PARAMETERS),
-            accumulation=accumulation,
-            compute=FLOPS * EXPECTED_PARAMETERS * 4096 / 156e12,
-            fetches=EXPECTED_PARAMETERS // FETCHED,
-        )
+        model = _expected_model(accumulation)
         for line, gbps in zip(lines, EXPECTED_GBPS, strict=True):
             rates = Rates.of_links(sizes, PER_NODE, 2400, gbps, Latencies.for_groups(sizes, PER_NODE), 1500e9)
             prediction = plan(sizes, model, rates, 64e9)
@@ -84,6 +80,29 @@ def expected() -> Table:
             for name in ("NIG", "IIG"):
                 line.append(", ".join(f"{seconds[peer] / seconds[name]:.2f}" for peer in PEERS))
     return header, lines
+
+
+def _expected_model(accumulation: int) -> Model:
+    compute = FLOPS * EXPECTED_PARAMETERS * 4096 / 156e12
+    states, fetches = ModelStates.of(EXPECTED_PARAMETERS), EXPECTED_PARAMETERS // FETCHED
+    return Model(states, accumulation=accumulation, compute=compute, fetches=fetches)
+
+
+def few_bits() -> Table:
+    """Return how much faster LoCo makes a step; after the comma, LoCo and updates: a line for each number of GPUs."""
+    methods = [(name, accumulation) for accumulation in EXPECTED_ACCUMULATION for name in ("NIG", "IIG")]
+    lines = []
+    for ranks in (32, 64, 128):
+        sizes = GroupSizes(ranks, PER_NODE)
+        lines.append([str(ranks)])
+        for name, accumulation in methods:
+            where = sizes, _expected_model(accumulation), CLUSTERS["100-gbit-per-node"].rates(sizes)
+            exact, *few = (
+                predict(STRATEGIES[name], *where, Compression.parse(*keys)).total_seconds
+                for keys in ((None, None), ({}, None), ({}, {}))
+            )
+            lines[-1].append(", ".join(f"{exact / seconds - 1:+.0%}".replace("%", " %") for seconds in few))
+    return ["GPUs", *(f"{hyphenate(name)}, accumulation {accumulation}" for name, accumulation in methods)], lines
 
 
 # Clusters #########################################################################################

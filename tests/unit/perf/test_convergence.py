@@ -83,6 +83,29 @@ def test_no_run_trains_on_held_out_text(ranks: Any) -> None:
     assert ranks(1).run(held_out_case) == [(400_000, 40_000)]
 
 
+def stored_errors_case() -> list[int]:
+    """Return the most values that a block of stored errors has, in fp32 and in 4 bits."""
+    from deepspeed_ext.comm.spans import ShardSpan
+    from deepspeed_ext.config.settings import LocoSettings
+    from deepspeed_ext.loco import hop
+    from tests.perf import convergence
+
+    contents, counts = ((ShardSpan(0, 0, 0, 256),),), []
+    for method in ("errors in fp32", "errors in 4 bits"):
+        with convergence.put_in(method):
+            errors = hop.ErrorFeedback(LocoSettings(error_bits=16))
+        errors.store(contents, errors.buffers(contents, [256], "cpu")[1].copy_(torch.rand(256)))
+        stored = errors.buffers(contents, [256], "cpu")[0]
+        assert stored is not None and stored.dtype == torch.float32
+        counts.append(max(len(block.unique()) for block in stored.view(2, 128)))
+    return counts
+
+
+def test_errors_are_stored_in_fp32_and_in_4_bits(ranks: Any) -> None:
+    ((full, few),) = ranks(1).run(stored_errors_case)
+    assert full > 100 and few <= 8  # of positive numbers
+
+
 def kept() -> dict[tuple[str, int], Run]:
     """Return the runs of the long study in the repository."""
     return {(run.method, run.seed): run for run in studies.read_runs(LONG)}
