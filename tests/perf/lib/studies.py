@@ -7,6 +7,7 @@ Imports neither torch nor DeepSpeed.
 
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,7 +35,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW 2e-4": {"type": "AdamW", "params": {**ADAMW["params"], "lr": 2e-4}},  # fine-tunes
     "Muon": MUON,
     "SGD": SGD,
-    "Adafactor": {"type": "Adafactor", "params": {"lr": 1e-2}},
+    "Adafactor": {"type": "Adafactor", "params": {"lr": 5e-2}},
     "Adam8bit": {"type": "Adam8bit", "params": {**ADAM, "min_8bit_size": 1}},  # of bitsandbytes
 }
 OUTER_SGD: dict[str, dict[str, float]] = {  # for Muon inside a smaller momentum is best, arXiv:2503.09799
@@ -245,7 +246,7 @@ class Run:
     def name(self) -> str:
         """Return the name of its file, without the ending."""
         more = [self.optimizer] * (self.optimizer != "AdamW") + [f"{self.groups}"] * (self.groups != 2)
-        return "-".join([self.method.replace(" + ", "_").replace(", ", "_"), *more, str(self.seed)])
+        return "-".join([re.sub(r"[, +]+", "_", self.method), *more, str(self.seed)])
 
     @property
     def final_loss(self) -> float:

@@ -59,7 +59,7 @@ def optimizer_case(ours: dict[str, Any], stock: dict[str, Any], name: str) -> Ro
     def make() -> dict[str, Any]:
         model = tiny.make_model(hidden_size=64, intermediate_size=128)
         if name == "Adafactor":
-            return {"model": model, "optimizer": torch.optim.Adafactor(model.parameters(), lr=1e-2)}
+            return {"model": model, "optimizer": torch.optim.Adafactor(model.parameters(), lr=0.3)}
         return {"model": model, "optimizer": bitsandbytes.optim.Adam8bit(model.parameters(), lr=1e-2, min_8bit_size=1)}
 
     def look(engine: Any) -> None:
