@@ -120,21 +120,20 @@ class Mixture(nn.Module):
         return byte_loss(self.model(tokens, use_cache=False).logits, targets)
 
 
-_PUT_IN = (
-    ("direct", setup, "QuantizedDifferences", DirectHop),
-    ("coarse", setup, "QuantizedSums", CoarseSums),
-    ("errors in fp32", hop, "ErrorFeedback", FullErrors),
-    ("errors in 4 bits", hop, "ErrorFeedback", FewBitErrors),
-)
+PUT_IN = {
+    "direct": (setup, "QuantizedDifferences", DirectHop),
+    "coarse": (setup, "QuantizedSums", CoarseSums),
+    "errors in fp32": (hop, "ErrorFeedback", FullErrors),
+    "errors in 4 bits": (hop, "ErrorFeedback", FewBitErrors),
+}
 
 
 @contextmanager
 def put_in(method: str) -> Iterator[None]:
     """Replace parts of the package by a method that it does not have, if the run uses one."""
     with ExitStack() as stack:
-        for words, module, name, kind in _PUT_IN:
-            if words in method:
-                stack.enter_context(mock.patch.object(module, name, kind))
+        for words in filter(method.__contains__, PUT_IN):
+            stack.enter_context(mock.patch.object(*PUT_IN[words]))
         yield
 
 

@@ -91,17 +91,13 @@ def _expected_model(accumulation: int) -> Model:
 def few_bits() -> Table:
     """Return how much faster LoCo makes a step; after the comma, LoCo and updates: a line for each number of GPUs."""
     methods = [(name, accumulation) for accumulation in EXPECTED_ACCUMULATION for name in ("NIG", "IIG")]
-    lines = []
-    for ranks in (32, 64, 128):
-        sizes = GroupSizes(ranks, PER_NODE)
-        lines.append([str(ranks)])
+    few, lines = [Compression.parse(*keys) for keys in ((None, None), ({}, None), ({}, {}))], []
+    for sizes in (GroupSizes(ranks, PER_NODE) for ranks in (32, 64, 128)):
+        lines.append([str(sizes.ranks)])
         for name, accumulation in methods:
             where = sizes, _expected_model(accumulation), CLUSTERS["100-gbit-per-node"].rates(sizes)
-            exact, *few = (
-                predict(STRATEGIES[name], *where, Compression.parse(*keys)).total_seconds
-                for keys in ((None, None), ({}, None), ({}, {}))
-            )
-            lines[-1].append(", ".join(f"{exact / seconds - 1:+.0%}".replace("%", " %") for seconds in few))
+            exact, *others = (predict(STRATEGIES[name], *where, sent).total_seconds for sent in few)
+            lines[-1].append(", ".join(f"{100 * (exact / seconds - 1):+.0f} %" for seconds in others))
     return ["GPUs", *(f"{hyphenate(name)}, accumulation {accumulation}" for name, accumulation in methods)], lines
 
 

@@ -58,9 +58,11 @@ def optimizer_case(ours: dict[str, Any], stock: dict[str, Any], name: str) -> Ro
 
     def make() -> dict[str, Any]:
         model = tiny.make_model(hidden_size=64, intermediate_size=128)
-        if name == "Adafactor":
-            return {"model": model, "optimizer": torch.optim.Adafactor(model.parameters(), lr=0.3)}
-        return {"model": model, "optimizer": bitsandbytes.optim.Adam8bit(model.parameters(), lr=1e-2, min_8bit_size=1)}
+        kind, keys = {  # large eps, as in ``configurations``
+            "Adafactor": (torch.optim.Adafactor, {"lr": 0.3, "eps": (1e-6, 1e-3)}),
+            "Adam8bit": (bitsandbytes.optim.Adam8bit, {"lr": 1e-2, "eps": 1e-3, "min_8bit_size": 1}),
+        }[name]
+        return {"model": model, "optimizer": kind(model.parameters(), **keys)}
 
     def look(engine: Any) -> None:
         states = engine.optimizer.optimizer.state.values()
@@ -108,7 +110,7 @@ def test_compile(frameworks: Any, strategy: str) -> None:
 def test_optimizers_of_the_script(group: Any, name: str, strategy: str, more: dict[str, Any]) -> None:
     rows = group.run(optimizer_case, placed(strategy, **more), stock(strategy), name)
     # What rounding moves over an edge of the 8 bits is another value of the state.
-    bounds = {"losses": 2e-3, "weights": 1e-2} if more else {"weights": 1e-3 if name == "Adam8bit" else 1e-5}
+    bounds = {"losses": 1e-2, "weights": 5e-2} if more else {"weights": 1e-3 if name == "Adam8bit" else 1e-5}
     check(rows, strategy, **bounds)
 
 

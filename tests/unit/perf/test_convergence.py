@@ -83,27 +83,23 @@ def test_no_run_trains_on_held_out_text(ranks: Any) -> None:
     assert ranks(1).run(held_out_case) == [(400_000, 40_000)]
 
 
-def stored_errors_case() -> list[int]:
-    """Return the most values that a block of stored errors has, in fp32 and in 4 bits."""
+def stored_errors_case(method: str) -> tuple[str, int]:
+    """Return the dtype of stored errors, and how many values a block of them has."""
     from deepspeed_ext.comm.spans import ShardSpan
     from deepspeed_ext.config.settings import LocoSettings
-    from deepspeed_ext.loco import hop
     from tests.perf import convergence
 
-    contents, counts = ((ShardSpan(0, 0, 0, 256),),), []
-    for method in ("errors in fp32", "errors in 4 bits"):
-        with convergence.put_in(method):
-            errors = hop.ErrorFeedback(LocoSettings(error_bits=16))
-        errors.store(contents, errors.buffers(contents, [256], "cpu")[1].copy_(torch.rand(256)))
-        stored = errors.buffers(contents, [256], "cpu")[0]
-        assert stored is not None and stored.dtype == torch.float32
-        counts.append(max(len(block.unique()) for block in stored.view(2, 128)))
-    return counts
+    with convergence.put_in(method):
+        errors = convergence.hop.ErrorFeedback(LocoSettings(error_bits=16))
+    bucket = ((ShardSpan(0, 0, 0, 128),),), [128], "cpu"
+    errors.store(bucket[0], errors.buffers(*bucket)[1].copy_(torch.arange(128)))
+    stored = errors.buffers(*bucket)[1]
+    return str(stored.dtype), len(stored.unique())
 
 
 def test_errors_are_stored_in_fp32_and_in_4_bits(ranks: Any) -> None:
-    ((full, few),) = ranks(1).run(stored_errors_case)
-    assert full > 100 and few <= 8  # of positive numbers
+    for method, values in (("errors in fp32", 128), ("errors in 4 bits", 8)):  # of positive numbers
+        assert ranks(1).run(stored_errors_case, method) == [("torch.float32", values)]
 
 
 def kept() -> dict[tuple[str, int], Run]:
