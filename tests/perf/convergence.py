@@ -3,15 +3,19 @@
 """Compares final losses: trains a byte-level GPT of ``scripts/examples`` on CPU ranks with each method.
 
     python -m tests.perf.convergence loco       # gradients in 4 bits
+    python -m tests.perf.convergence ablation   # settings of LoCo, and optimizers
+    python -m tests.perf.convergence mixture    # a mixture of experts with LoCo
     python -m tests.perf.convergence updates    # updated parameters, or gradient sums, in few bits
     python -m tests.perf.convergence outer      # an outer optimizer between groups
     python -m tests.perf.convergence long       # 3,000 steps of a GPT of 10.9 million parameters
+    python -m tests.perf.convergence tuning --start FILE    # from weights that ``long --weights FOLDER`` has written
 
 Each optimizer, seed, and method of a study (``lib/studies.py``) starts from the same weights and uses the same
 batches. The final loss is the mean over the last tenth of the steps or, with outer steps, that of outer weights on
 held-out text. A control sends the same data as its reference, but starts from slightly perturbed weights. This program
-adds two methods to the package: *direct* sends quantized parameters, not their differences to the receivers' values;
-*coarse* sends sums in blocks as large as those of differences, and does not average their errors.
+adds methods to the package: *direct* sends quantized parameters, not their differences to the receivers' values;
+*coarse* sends sums in blocks as large as those of differences, and does not average their errors; *errors in fp32* and
+*in 4 bits* store LoCo's errors so.
 
 A run writes a file with the loss of every step to ``--runs``, and is not repeated, so the program can be interrupted
 and started again.
@@ -36,20 +40,22 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from deepspeed_ext import outer_weights
 from deepspeed_ext.comm.hops import MaxOverRanks, Update
+from deepspeed_ext.comm.spans import Contents
 from deepspeed_ext.config.settings import LocoSettings
-from deepspeed_ext.loco import setup
+from deepspeed_ext.loco import hop, reference, setup
+from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.hop import QuantizedSums
 from deepspeed_ext.loco.updates import QuantizedDifferences
 from deepspeed_ext.model_bytes import muon_parameters
 from deepspeed_ext.strategy import plain_name
 from scripts.emulation.launching import add_options, exit_on_signals, launch_workers, start_rank
 from scripts.emulation.traffic import TrafficMeter
-from scripts.examples.gpt import Batches, ByteGPT, read_corpus
+from scripts.examples.gpt import Batches, ByteGPT, byte_loss, read_corpus
 from scripts.examples.steps import average, train_step
 from tests.perf.lib import records, studies
 from tests.perf.lib.studies import OPTIMIZERS, STUDIES, Run, Study
@@ -82,13 +88,52 @@ class CoarseSums(QuantizedSums):
         super().__init__(settings.model_copy(update={"err_beta": 0.0, "block_size": 128}), device, pinned)
 
 
+class FullErrors(ErrorFeedback):
+    """Errors in fp32; ``error_bits`` is 16."""
+
+    def _empty(self, splits: Sequence[int], device: str | torch.device, pinned: bool = False) -> Tensor:
+        return super()._empty(splits, device, pinned).float()
+
+
+class FewBitErrors(FullErrors):
+    """Errors rounded to 4 bits with a scale for each block of gradients."""
+
+    def store(self, contents: Contents, updated: Tensor) -> None:
+        blocks = updated.view(1, -1, self.settings.block_size)
+        q, scales = reference.quantize(blocks, reference.Packing(4, self.settings.block_size).largest)
+        blocks.copy_(q * scales.float().unsqueeze(-1))
+        super().store(contents, updated)
+
+
+class Mixture(nn.Module):
+    """Mixtral over bytes that returns its own loss, with 2 of 8 experts for each token."""
+
+    def __init__(self, dim: int, layers: int, heads: int, sequence_length: int) -> None:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        super().__init__()
+        shape = {"hidden_size": dim, "intermediate_size": 2 * dim, "num_hidden_layers": layers, "vocab_size": 256}
+        shape |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+        self.model = MixtralForCausalLM(MixtralConfig(**shape, max_position_embeddings=sequence_length))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return byte_loss(self.model(tokens, use_cache=False).logits, targets)
+
+
+PUT_IN = {
+    "direct": (setup, "QuantizedDifferences", DirectHop),
+    "coarse": (setup, "QuantizedSums", CoarseSums),
+    "errors in fp32": (hop, "ErrorFeedback", FullErrors),
+    "errors in 4 bits": (hop, "ErrorFeedback", FewBitErrors),
+}
+
+
 @contextmanager
 def put_in(method: str) -> Iterator[None]:
     """Replace parts of the package by a method that it does not have, if the run uses one."""
     with ExitStack() as stack:
-        for word, kind in (("direct", DirectHop), ("coarse", CoarseSums)):
-            if word in method:
-                stack.enter_context(mock.patch.object(setup, kind.__mro__[1].__name__, kind))
+        for words in filter(method.__contains__, PUT_IN):
+            stack.enter_context(mock.patch.object(*PUT_IN[words]))
         yield
 
 
@@ -106,13 +151,13 @@ def configuration(study: Study, run: Run) -> dict[str, Any]:
         "total_num_steps": run.steps,
     }
     return {
-        "train_micro_batch_size_per_gpu": 4 if study.large else 8,
+        "train_micro_batch_size_per_gpu": 4 if study.large or study.tuned else 8,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": study.bf16},
         "optimizer": optimizer,
         "scheduler": {"type": "WarmupDecayLR", "params": schedule},
-        "zero_allow_untested_optimizer": True,  # SGD
+        "zero_allow_untested_optimizer": True,  # SGD, Adafactor, Adam8bit
         "steps_per_print": 1_000_000,
         "zero_optimization": study.methods[run.method].configured(run.optimizer, study.group_size),
     }
@@ -140,19 +185,24 @@ def fingerprint(*text: Tensor) -> str:
 
 
 class Trainer:
-    """Trains one run after another on one of the ranks."""
+    """Trains one run after another on one of the ranks, from the weights in a file, if any; keeps last weights."""
 
-    def __init__(self, study: Study) -> None:
-        self._study, self._model = study, LARGE if study.large else MODEL
+    def __init__(self, study: Study, start: Path | None = None, weights: Path | None = None) -> None:
+        self._study, self._model, self._weights = study, LARGE if study.large or study.tuned else MODEL, weights
         self._text, self._held_out = read_text(study)
         self.text = fingerprint(self._text, self._held_out)
+        self._start = None if start is None else torch.load(start, weights_only=True)
+        if start is not None:
+            self.text += f", from weights of sha256 {sha256(start.read_bytes()).hexdigest()[:16]}"
 
     def train(self, run: Run, until: int | None = None) -> Run:
         """Train, evaluate, and return the run with its losses; ``until``: number of steps, by default all."""
         begin, study = time.perf_counter(), self._study
         run.text, run.parts = self.text, [{"from": 0, **records.circumstances()}]
         torch.manual_seed(run.seed)
-        model = ByteGPT(**self._model)
+        model = (Mixture if study.mixture else ByteGPT)(**self._model)
+        if self._start is not None:
+            model.load_state_dict(self._start)
         noise = study.methods[run.method].noise
         with torch.no_grad():
             for parameter in model.parameters() if noise else ():
@@ -160,9 +210,16 @@ class Trainer:
         run.elements = sum(parameter.numel() for parameter in model.parameters())
         with put_in(run.method):
             config = configuration(study, run)
-            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            parts: dict[str, Any] = {"model": model, "model_parameters": model.parameters(), "config": config}
+            if run.optimizer == "Adam8bit":
+                from bitsandbytes.optim import Adam8bit
+
+                parts["optimizer"] = Adam8bit(model.parameters(), **config.pop("optimizer")["params"])
+            engine, *_ = deepspeed.initialize(**parts)
         run.matrices = sum(parameter.numel() for parameter in muon_parameters(model.parameters()))
         self._steps(engine, run, until or run.steps)
+        if self._weights is not None:
+            engine.save_16bit_model(self._weights, f"{run.name}.pt")
         engine.destroy()
         run.seconds = round(time.perf_counter() - begin, 1)
         return run
@@ -220,7 +277,7 @@ def work(args: argparse.Namespace, study: Study) -> None:
     """Train the runs that have no file, as one rank."""
     first = start_rank()
     torch._dynamo.config.disable = True  # Muon's compiled kernels take minutes to compile for ranks without a GPU
-    trainer = Trainer(study)
+    trainer = Trainer(study, args.start, args.weights)
     runs = [replace(Run(**values), text=trainer.text) for values in json.loads(args.worker.read_text())]
     missing = [run for run in runs if run.found(args.runs) is None]
     dist.barrier()  # all have looked before the first one writes
@@ -246,12 +303,18 @@ def parse_arguments() -> argparse.Namespace:
     for option in ("--optimizers", "--methods"):
         parser.add_argument(option, nargs="+", type=plain_name, metavar="NAME")
     parser.add_argument("--runs", type=Path, help="folder of the files of runs; runs that are there are not repeated")
+    parser.add_argument(
+        "--weights", type=Path, help="folder for the last weights of each run with all of them (p = N)"
+    )
+    parser.add_argument("--start", type=Path, help="file with first weights, for tuning")
     parser.add_argument("--csv", type=Path, help="append rows here")
     args = parser.parse_args()
     study = STUDIES[args.study]
     args.seeds, args.groups = args.seeds or list(range(study.seeds)), args.groups or list(study.groups)
     args.methods, args.optimizers = args.methods or list(study.methods), args.optimizers or list(study.optimizers)
     args.runs = (args.runs or study.folder).resolve()
+    if study.tuned != (args.start is not None):
+        parser.error("--start is for tuning, which needs it")
     for option, names in (("methods", study.methods), ("optimizers", study.optimizers)):
         if unknown := set(getattr(args, option)) - set(names):
             parser.error(f"--{option} must be among {', '.join(names)}, got {', '.join(sorted(unknown))}")

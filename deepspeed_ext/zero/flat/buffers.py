@@ -297,11 +297,14 @@ class FlatBuffers(list[FlatBuffer]):
         """
         number, optimizer = len(self), self._optimizer
         row = optimizer.optimizer.param_groups[number]
-        # In another order stripes would not be spans of the model. bitsandbytes has scales for blocks of a shard.
+        # In another order stripes would not be spans of the model. bitsandbytes has scales for blocks of a shard, and
+        # Adafactor divides by the root mean square of a shard.
+        kind = type(optimizer.optimizer)
         keeps_partitions = (
             optimizer.round_robin_gradients
             or has_padding
-            or type(optimizer.optimizer).__module__.startswith("bitsandbytes")
+            or kind.__module__.startswith("bitsandbytes")
+            or kind.__name__ == "Adafactor"
         )
         numels = [meta.numel() for meta in optimizer.round_robin_bit16_meta[number]]
         self.append(

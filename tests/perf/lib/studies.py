@@ -7,6 +7,7 @@ Imports neither torch nor DeepSpeed.
 
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,13 +23,21 @@ FINAL = 0.1  # of the steps: over them the learning rate goes to zero, and losse
 NORM_BOUNDS = (0.97, 1.03)
 DIGITS = 5  # of a loss, which bf16 does not have
 NOISE = 1e-3  # of a weight, of a control's first weights: how far two runs part that are equally good
-ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"type": "AdamW", "params": {**ADAM, "torch_adam": True}}
 MUON = {  # embeddings, the head and norms are Adam's
     "type": "Muon",
     "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
 }
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
-OPTIMIZERS = {"AdamW": ADAMW, "Muon": MUON, "SGD": SGD}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": ADAMW,
+    "AdamW 2e-4": {"type": "AdamW", "params": {**ADAMW["params"], "lr": 2e-4}},  # fine-tunes
+    "Muon": MUON,
+    "SGD": SGD,
+    "Adafactor": {"type": "Adafactor", "params": {"lr": 5e-2}},
+    "Adam8bit": {"type": "Adam8bit", "params": {**ADAM, "min_8bit_size": 1}},  # of bitsandbytes
+}
 OUTER_SGD: dict[str, dict[str, float]] = {  # for Muon inside a smaller momentum is best, arXiv:2503.09799
     "AdamW": {"lr": 0.7, "momentum": 0.9},
     "Muon": {"lr": 0.7, "momentum": 0.7},
@@ -72,6 +81,8 @@ class Study:
     group_size: int = 2
     bf16: bool = True
     large: bool = False  # whether it trains the larger model, on the sources of DeepSpeed
+    tuned: bool = False  # whether it trains that model from weights of a run, on the text of the others
+    mixture: bool = False  # whether it trains a mixture of experts
     held_out: int = 0
 
     @property
@@ -88,10 +99,23 @@ def _updates(**keys: Any) -> dict[str, Any]:
     return {"paro_quantized_updates": keys}
 
 
+def _varied(**keys: Any) -> Method:
+    return Method("NIG", "LoCo", {"zeropp_loco_param": keys})
+
+
 def _outer(steps: int, against: str = "NIG", bound: float | None = None, **keys: int) -> Method:
     return Method("NII", against, outer={"steps": steps, **keys}, bound=bound)
 
 
+def _in_few_bits(name: str, optimizers: tuple[str, ...], steps: int, **keys: Any) -> Study:
+    """Return the study of exact training by this name, and of LoCo with and without updates."""
+    few = {"LoCo": LOCO, "LoCo + updates": LOCO | _updates(bits=4)}
+    methods = {name: Method("NIG", name), f"{name}, control": Method("NIG", name, noise=NOISE)}
+    methods |= {f"{name} + {more}": Method("NIG", name, zero) for more, zero in few.items()}
+    return Study(_ABLATION, methods, name, optimizers, steps, seeds=2, group_size=1, **keys)
+
+
+_ABLATION = "loco_ablation.csv"
 _LONG: dict[str, Any] = {"fragments": 3, "delay": 5}
 _BITS: dict[str, Any] = {"bits": 4, "bound": 0.002}  # what few bits may cost
 STUDIES = {
@@ -109,6 +133,28 @@ STUDIES = {
         300,
         bf16=False,
     ),
+    "ablation": Study(  # one setting of LoCo at a time; in 600 steps, resets every 1,024 steps are none
+        _ABLATION,
+        {
+            "NIG": Method("NIG", "NIG"),
+            "NIG, control": Method("NIG", "NIG", noise=NOISE),
+            "LoCo": Method("NIG", "NIG", LOCO),
+            "LoCo, control": Method("NIG", "LoCo", LOCO, noise=NOISE),
+            **{f"beta {beta}": _varied(err_beta=beta) for beta in (0.0, 0.5, 0.95)},
+            **{f"reset {steps}": _varied(reset_T=steps) for steps in (16, 64, 512)},
+            "block 4096": _varied(block_size=4096),
+            "errors in 4 bits": _varied(error_bits=16),  # put in by the program, as is the next one
+            "errors in fp32": _varied(error_bits=16),
+            "no errors": _varied(error_feedback=False),
+        },
+        "NIG",
+        ("AdamW", "Adafactor", "Adam8bit"),
+        600,
+        seeds=2,
+        group_size=1,
+    ),
+    "mixture": _in_few_bits("Mixtral", ("AdamW",), 300, mixture=True),
+    "tuning": _in_few_bits("tuned", ("AdamW 2e-4",), 200, tuned=True, held_out=1),
     "updates": Study(  # updated parameters of NIG, and sums of NII, that cross in few bits
         "updates_convergence.csv",
         {
@@ -158,6 +204,10 @@ STUDIES = {
             "NIG + LoCo + updates": Method("NIG", "NIG", LOCO | _updates(bits=4)),
             "NIG + LoCo + exact": Method("NIG", "NIG", LOCO | _updates(bits="exact")),
             "IIG + LoCo + updates": Method("IIG", "NIG", LOCO | _updates(bits=4)),
+            "ZeRO-2, control 2": Method("", "ZeRO-2", noise=-NOISE),
+            "ZeRO-2, control 3": Method("", "ZeRO-2", noise=2 * NOISE),
+            "ZeRO-3": Method("", "ZeRO-2", {"stage": 3}),
+            **{name: Method(name, "ZeRO-2") for name in ("IGG", "III")},
         },
         "ZeRO-2",
         ("AdamW",),
@@ -196,7 +246,7 @@ class Run:
     def name(self) -> str:
         """Return the name of its file, without the ending."""
         more = [self.optimizer] * (self.optimizer != "AdamW") + [f"{self.groups}"] * (self.groups != 2)
-        return "-".join([self.method.replace(" + ", "_").replace(", ", "_"), *more, str(self.seed)])
+        return "-".join([re.sub(r"[, +]+", "_", self.method), *more, str(self.seed)])
 
     @property
     def final_loss(self) -> float:

@@ -83,6 +83,25 @@ def test_no_run_trains_on_held_out_text(ranks: Any) -> None:
     assert ranks(1).run(held_out_case) == [(400_000, 40_000)]
 
 
+def stored_errors_case(method: str) -> tuple[str, int]:
+    """Return the dtype of stored errors, and how many values a block of them has."""
+    from deepspeed_ext.comm.spans import ShardSpan
+    from deepspeed_ext.config.settings import LocoSettings
+    from tests.perf import convergence
+
+    with convergence.put_in(method):
+        errors = convergence.hop.ErrorFeedback(LocoSettings(error_bits=16))
+    bucket = ((ShardSpan(0, 0, 0, 128),),), [128], "cpu"
+    errors.store(bucket[0], errors.buffers(*bucket)[1].copy_(torch.arange(128)))
+    stored = errors.buffers(*bucket)[1]
+    return str(stored.dtype), len(stored.unique())
+
+
+def test_errors_are_stored_in_fp32_and_in_4_bits(ranks: Any) -> None:
+    for method, values in (("errors in fp32", 128), ("errors in 4 bits", 8)):  # of positive numbers
+        assert ranks(1).run(stored_errors_case, method) == [("torch.float32", values)]
+
+
 def kept() -> dict[tuple[str, int], Run]:
     """Return the runs of the long study in the repository."""
     return {(run.method, run.seed): run for run in studies.read_runs(LONG)}
