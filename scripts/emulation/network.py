@@ -14,6 +14,7 @@ Needs root, and ``ip`` and ``tc`` of iproute2. Imports neither torch nor DeepSpe
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -35,7 +36,7 @@ _LATENCY = "30ms"  # of the queue, beyond which packets are dropped; in a long q
 # Every kernel has this one. BBR, which may be the host's default, sends at the rate that it remembers of a link, whose
 # limit may have changed since.
 _CONGESTION_CONTROL, _CONTROL_FILE = "reno", "/proc/sys/net/ipv4/tcp_congestion_control"
-_SWITCH, _NODE = "EMULATED_SWITCH", "EMULATED_NODE"  # environment of a rank: the switch's namespace, its number
+_SWITCH, NODE = "EMULATED_SWITCH", "EMULATED_NODE"  # environment of a rank: the switch's namespace, its number
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # from a shell, a supervisor, and a terminal that closes
 _KILL_SECONDS = 5  # after which processes that even SIGKILL does not end are left alone
 
@@ -105,7 +106,15 @@ class Network:
 
     def environment(self, node: int) -> dict[str, str]:
         """Return the environment variables of a rank of this node: for gloo, and for its ``Link``."""
-        return {"GLOO_SOCKET_IFNAME": LINK, _SWITCH: self.switch, _NODE: str(node)}
+        return {"GLOO_SOCKET_IFNAME": LINK, _SWITCH: self.switch, NODE: str(node)}
+
+    def enter(self, rank: int, ranks_per_node: int) -> None:
+        """Move this thread, and those that it starts, to a rank's node, and set the environment of a rank there."""
+        node = rank // ranks_per_node
+        os.environ.update(self.environment(node))
+        with Path("/run/netns", self.names[node]).open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
 
     def traffic(self) -> list[Traffic]:
         """Return the traffic of each node, of all processes that ever ran in it together."""
@@ -125,7 +134,7 @@ class Link:
 
     def __init__(self) -> None:
         self._first = int(os.environ["LOCAL_RANK"]) == 0
-        self._node, self._switch = int(os.environ[_NODE]), os.environ[_SWITCH]
+        self._node, self._switch = int(os.environ[NODE]), os.environ[_SWITCH]
 
     def limit(self, mbit: float | None) -> None:
         """Limit both directions, in Mbit/s; ``None`` for no limit. Call a barrier afterwards."""

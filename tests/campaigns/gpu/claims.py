@@ -27,6 +27,7 @@ CLAIMS = (
     ("The strategies run over NCCL", ("T7",)),
     ("The host waits for the device no more often than is written down", ("T5",)),
     ("Communication overlaps with computation", ("T4",)),
+    ("On a GPU whose ranks share an emulated network, methods train alike and send the formulas' bytes", ("T14",)),
 )
 
 

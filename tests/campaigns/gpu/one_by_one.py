@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -65,7 +65,7 @@ def _run_while_good(setup: Any, cases: Sequence[Case], ranks: int) -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            provided = rank, ranks, setup.device, setup.small, folder, list(cases), theirs
+            provided = rank, ranks, replace(setup, report=None), folder, list(cases), theirs
             process = context.Process(target=_rank, args=provided, daemon=True)
             process.start()
             stack.callback(process.join)
@@ -121,17 +121,17 @@ class _RankReport:
         self.over = lambda why: pipe.send((_OVER, "", why))  # of a case: why it has failed; empty if it has not
 
 
-def _rank(
-    rank: int, ranks: int, device: str, small: bool, folder: str, cases: Sequence[Case], pipe: Connection
-) -> None:
+def _rank(rank: int, ranks: int, setup: Setup, folder: str, cases: Sequence[Case], pipe: Connection) -> None:
     report = _RankReport(pipe)
-    setup = Setup(device, small, report)
+    setup = replace(setup, report=report)
     run = partial(_run, cases=cases)
     try:
         if ranks == 1:
             enter_alone(setup)
             run(setup)
         else:
+            if setup.enter is not None:
+                setup.enter(rank)
             _share_gpu(rank, setup, folder, run)
     except BaseException as error:
         lines = traceback.format_exception(error)

@@ -44,17 +44,18 @@ class Experiment(NamedTuple):
 # The most useful first, should the budget not suffice for all. The first builds the kernels.
 EXPERIMENTS = (
     Experiment("T0", "kernels: drawn cases beside the reference and the CPU's kernels", 600, "kernels:drawn"),
-    Experiment("T8A", "kernels: their tests", 420, "kernels:bits"),
     Experiment("T1", "a slow optimizer step is waited for", 150, "order:slow_step"),
     Experiment("T2", "late results are waited for: all strategies, virtual ranks", 300, "order:late_results"),
+    Experiment("T3", "torch's sanitizer over T1 and T2", 420, "order:sanitizer", _SANITIZER),
+    Experiment("T3B", "torch's sanitizer: other strategies", 240, "order:sanitizer_of_others", _SANITIZER),
+    Experiment("T14", "a GPU's compute under an emulated network", 420, "shared_network:shared_network", alone=True),
+    Experiment("T8A", "kernels: their tests", 420, "kernels:bits"),
     Experiment("T6", "ranks that share the GPU: all strategies beside stock DeepSpeed", 300, "ranks:gloo_ranks"),
     Experiment("T10", "ranks that share the GPU: states on the host, few bits, Muon", 300, "ranks:states"),
     Experiment("T11", "ranks that share the GPU: saves beside the training, exports", 220, "saves:aside"),
     Experiment("T12", "ranks that share the GPU, and one of NCCL's: reports, doctor", 220, "reports:all_checks"),
     Experiment("T13", "ranks that share the GPU: experts beside stock DeepSpeed", 220, "experts:experts"),
     Experiment("T7", "NCCL at one rank, without the short cuts", 150, "ranks:nccl_alone"),
-    Experiment("T3", "torch's sanitizer over T1 and T2", 420, "order:sanitizer", _SANITIZER),
-    Experiment("T3B", "torch's sanitizer: other strategies", 240, "order:sanitizer_of_others", _SANITIZER),
     Experiment("T5", "host synchronizations in micro-steps 5 to 10", 180, "timeline:synchronizations"),
     Experiment("T4", "what overlaps with what", 120, "timeline:timeline", alone=True),
     Experiment("T8B", "kernels: their bandwidth beside a copy's", 180, "kernels:bandwidth", alone=True),
@@ -85,6 +86,7 @@ class Report:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._content: dict[str, Any] = {"checks": {}, "figures": {}}
+        self.figures: dict[str, Any] = self._content["figures"]
 
     def check(self, name: str, held: bool) -> None:
         self._content["checks"][name] = bool(held)
@@ -115,6 +117,7 @@ class Setup:
     device: str
     small: bool
     report: Any
+    enter: Callable[[int], None] | None = None  # what each rank that shares the GPU calls first, with its number
 
     @property
     def cuda(self) -> bool:
@@ -150,7 +153,7 @@ def run_all(
     """Run experiments while the budget lasts; one that crashes or hangs does not end the others.
 
     Args:
-        experiments: in this order; those that run alone before the others, where several run at once.
+        experiments: in this order; those that run alone after the others, where several run at once.
         command: returns what runs one, given the file for its report.
         budget: seconds for all of them.
         folder: for reports and output.
@@ -179,7 +182,7 @@ def run_all(
             note(outcomes)
 
     alone = [one for one in experiments if one.alone or at_once == 1]
-    for subset, workers in ((alone, 1), ([one for one in experiments if one not in alone], at_once)):
+    for subset, workers in (([one for one in experiments if one not in alone], at_once), (alone, 1)):
         with ThreadPoolExecutor(workers) as pool:
             try:
                 list(pool.map(run_one, subset))

@@ -97,14 +97,14 @@ class AdaptedBlock(ShortcutBlock):
     def __init__(self, width: int, hidden: int, rank: int, pauses: Pauses | None) -> None:
         super().__init__(width, hidden, pauses)
         self.requires_grad_(False)
-        self.rise_adapter, self.fall_adapter = _adapter(width, rank, hidden), _adapter(hidden, rank, width)
+        self.rise_adapter, self.fall_adapter = make_adapter(width, rank, hidden), make_adapter(hidden, rank, width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         risen = nn.functional.gelu(self.rise(inputs) + self.rise_adapter(inputs))
         return self._after(inputs + self.fall(risen) + self.fall_adapter(risen))
 
 
-def _adapter(inputs: int, rank: int, outputs: int) -> nn.Sequential:
+def make_adapter(inputs: int, rank: int, outputs: int) -> nn.Sequential:
     adapter = nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False))
     nn.init.zeros_(adapter[1].weight)  # as LoRA begins
     return adapter

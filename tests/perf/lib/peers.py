@@ -17,6 +17,7 @@ from typing import Any, cast
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -320,10 +321,10 @@ class OuterFSDP2(FSDP2):
 def _mesh(group_size: int | None) -> DeviceMesh:
     """Return a mesh of all ranks, or 2D: (nodes, ranks of a node). Created once, because it has its own process
     groups."""
-    ranks = dist.get_world_size()
+    ranks, device = dist.get_world_size(), get_accelerator().device_name()
     if group_size is None:
-        return init_device_mesh("cpu", (ranks,))
-    return init_device_mesh("cpu", (ranks // group_size, group_size), mesh_dim_names=("nodes", "ranks"))
+        return init_device_mesh(device, (ranks,))
+    return init_device_mesh(device, (ranks // group_size, group_size), mesh_dim_names=("nodes", "ranks"))
 
 
 # DeepSpeed ########################################################################################

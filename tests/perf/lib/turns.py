@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.muon.original_muon import muon_update
 from torch import Tensor, nn
 
@@ -114,8 +115,8 @@ def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -
 class Turns:
     """A rank's link, and its timing of methods; ``batches`` makes its micro-batches of a step, given its number."""
 
-    def __init__(self, group_size: int, batches: Callable[[int], list[Batch]]) -> None:
-        self.link = Link()
+    def __init__(self, group_size: int, batches: Callable[[int], list[Batch]], link: Any = None) -> None:
+        self.link = link or Link()
         self.topology = get_topology(None, group_size)
         self._make_batches, self._steps = batches, Counter[str]()
         self.limit(None)
@@ -158,6 +159,7 @@ class Turns:
             begin = time.perf_counter()
             method.step(batches)
             method.finish()
+            get_accelerator().synchronize()
             dist.barrier()
             return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
 

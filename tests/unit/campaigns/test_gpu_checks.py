@@ -86,7 +86,7 @@ def test_only_a_whole_run_of_a_commit_is_written(
     if not changed:
         assert len((tmp_path / claims.TABLE).read_text().splitlines()) == 1 + len(claims.CLAIMS)
         readme = (tmp_path / "README.md").read_text()
-        assert "; on a GPU (a GPU, 2027-01-02) 8 of 9 claims were confirmed, 1 failed," in readme
+        assert "; on a GPU (a GPU, 2027-01-02) 9 of 10 claims were confirmed, 1 failed," in readme
 
 
 def experiment_case(name: str, report: str) -> None:
@@ -102,7 +102,6 @@ def test_experiments_run(ranks: Any, kernels: bool, tmp_path: Path, name: str) -
     assert found["checks"] or len(found["figures"]) > 4
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("name", ["T11", "T12", "T13"])
+@pytest.mark.parametrize("name", ["T14", *deep("T11", "T12", "T13")])
 def test_experiments_of_several_cases_run(tmp_path: Path, name: str) -> None:
     assert gpu.main(["--device", "cpu", "--small", "--only", name, "--results", str(tmp_path)]) == 0
