@@ -122,7 +122,7 @@ def early_units_case(name: str) -> list[bool]:
 
 
 def test_a_full_bucket_is_sent_at_once(ranks: Any) -> None:
-    for configured in (29 * 29, 10**8):
+    for configured in (29**2, 10**8):
         for name, counts in ranks(2).each(full_bucket_case, ("NIG", "NGG", "III", "GGG"), configured):
             assert counts == [1, 2, 3], (configured, name, counts)
 
@@ -130,7 +130,6 @@ def test_a_full_bucket_is_sent_at_once(ranks: Any) -> None:
 def full_bucket_case(name: str, configured: int) -> list[int]:
     """Return how many weights have been sent when the backward reaches the last layer but one, ..., the first. A
     weight fills a bucket of this number of elements, or of a sixteenth of the model."""
-    weight = 29 * 29
     job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": configured, "overlap_comm": True})
     counts: list[int] = []
     with mock.patch("deepspeed_ext.strategy._LEAST_BUCKET", 1):
@@ -140,7 +139,7 @@ def full_bucket_case(name: str, configured: int) -> list[int]:
 
         def look(_: Any) -> None:
             sent = [each for call in reduce.mock_calls for each in call.args[0]]
-            counts.append(sum((each if torch.is_tensor(each) else each[1]).numel() for each in sent) // weight)
+            counts.append(sum((each if torch.is_tensor(each) else each[1]).numel() for each in sent) // 29**2)
 
         for layer in model.layers[:-1]:
             layer.register_forward_hook(lambda *call: call[2].register_hook(look) and None)
