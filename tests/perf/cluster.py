@@ -14,7 +14,7 @@
     python -m tests.perf.cluster --what-if          # predictions from reports at other link rates
     python -m tests.perf.cluster --model gpt2       # GPT-2 with 124 M parameters, which takes 16 GB of free memory
     python -m tests.perf.cluster --model mixture    # a mixture of experts, with and without AutoEP
-    python -m tests.perf.cluster --model pipeline   # two stages, with ZeRO-1 and with strategies
+    python -m tests.perf.cluster --model pipeline   # two stages, and the same model without a pipeline
 
 A node is a network namespace with some CPU ranks (``scripts/emulation``). Messages to other nodes use a link with a
 limited rate, which counts their bytes. All methods train the same model on the same data from the same seed, and take

@@ -22,19 +22,30 @@ from deepspeed_ext.config.settings import SaveSettings
 from deepspeed_ext.strategy import hyphenate
 from scripts import ROOT
 from tests.perf import sum_errors
-from tests.perf.lib import collectives, how_to, network, paper, predictions, studies, tabulated
-from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows
+from tests.perf.lib import collectives, how_to, network, paper, predictions, settings, studies, tabulated
+from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
 
 
 def pipelines() -> Table:
-    """Return what a rank of a pipeline holds and receives."""
+    """Return seconds of a step with and without a pipeline, and what a rank receives."""
+    rows = {(row.method, row.mbit): row for row in read("pipelines.csv")}
+    (slow, fast), lines = settings.PIPELINE["4x2-pipeline"].mbit, []
+    for name in (name for name, mbit in rows if mbit == fast):
+        received = f"{rows[name, slow].bytes_between / 2e6:#.3g} MB"
+        lines.append([name, *(seconds_of(rows[name, rate].median) for rate in (slow, fast)), received])
+    return ["", f"{slow} Mbit/s", f"{fast:,} Mbit/s", "received from other nodes per step"], lines
+
+
+def pipelines_memory() -> Table:
+    """Return what the rank of a pipeline holds that has the most, in MB."""
     lines = []
     for row in (row for row in read("pipelines.csv") if row.mbit == 100):
-        numbers = row.held[0], row.held[1], row.bytes_between / 2
-        lines.append([row.method, *(f"{number / 1e6:#.3g} MB" for number in numbers)])
-    return ["", "parameters held by a rank", "gradients held", "received from other nodes per step"], lines
+        sizes = [*row.held, row.more["activation_bytes"], row.memory + row.more["activation_bytes"]]
+        of_formula = f"{row.memory / row.more['formula_held']:.2f}"
+        lines.append([row.method, *(f"{nbytes / 1e6:#.3g}" for nbytes in sizes), of_formula])
+    return ["MB", "parameters", "gradients", "optimizer states", "activations", "sum", "states, of the formula"], lines
 
 
 def leaf_overhead(packed: bool) -> Table:
@@ -171,6 +182,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "paper-rates": paper.rates,
     "paper-emulated": lambda: tabulated.measured(read(paper.FILE)),
     "pipelines": pipelines,
+    "pipelines-memory": pipelines_memory,
     "leaf-overhead": lambda: leaf_overhead(packed=False),
     "creation": creation,
     "keys": lambda: keys(ParoConfig),

@@ -55,12 +55,15 @@ def make_whole() -> ByteGPT:
 
 
 def weights_of_stage(model: Any, layers: range) -> Tensor:
-    """Return full parameters of the whole model: the tied embedding's, and those of a stage's layers. Collective."""
-    embedding = gathered(model.token_embedding) + gathered(model.position_embedding)
-    parts = [embedding, *map(gathered, model.blocks), gathered(model.norm)]
-    return torch.cat(
-        [p.flatten() for number, part in enumerate(parts) if not number or number in layers for p in part]
-    )
+    """Return full parameters of the whole model: the tied embedding, and those of a stage's layers. Collective."""
+    parts = enumerate([gathered(model.token_embedding), *map(gathered, model.blocks), gathered(model.norm)])
+    return torch.cat([p.flatten() for number, part in parts if not number or number in layers for p in part])
+
+
+def weights_in_stage(stage: nn.Module) -> Tensor:
+    """Return the same of a stage. Position embeddings are left out: those of the last stage are not used."""
+    embedding, _, *others = gathered(stage)
+    return torch.cat([p.flatten() for p in (embedding, *others)])
 
 
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
@@ -142,7 +145,7 @@ class PipelineMeasurement(Measurement):
             method.name = ALONE + method.name
             yield method
         staged: dict[str, Any] = {"accumulation": self.setting.accumulation, "make_model": make_stages, "zero": LEAN}
-        workload = replace(self.workload, **staged, whole=Workload.whole)
+        workload = replace(self.workload, **staged, whole=weights_in_stage)
         for name in (name for name in self.names if not name.startswith(ALONE)):
             yield Pipeline(workload, name)
 
@@ -180,9 +183,7 @@ class PipelineMeasurement(Measurement):
         row.more |= dict(zip(("received_intra", "received_other_stages"), self._received[row.method][1:], strict=True))
         row.more["activation_bytes"] = self._activations[0 if piped else 1]
         row.more["formula_held"] = STRATEGIES[SAME_AS.get(name, name)].memory(sizes, largest).total
-        if name == "ZeRO-3 defaults":  # some of its parameters persist
-            row.formula_bytes = None
-        elif moves := MOVES.get(name):
+        if moves := MOVES.get(name):
             each = accumulation * moves[0] + moves[1]
             row.formula_bytes = each * (1 - 1 / sizes.ranks) * mean.parameters
         else:
