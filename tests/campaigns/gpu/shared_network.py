@@ -95,7 +95,7 @@ class GpuMeasurement(Gpt2Measurement):
 
     settings = by_name(Setting(GPT, dtype=BF16), Setting(LORA, dtype=BF16, lora=True))
     stock = "ZeRO-3"
-    methods = (*KEY, *OTHERS, *ADAPTED)
+    methods = (*KEY, *OTHERS, ADAPTED[1])
     compute: Any = Compute  # of which none is made here
 
     def __init__(self, setup: Any, plan: Plan) -> None:
