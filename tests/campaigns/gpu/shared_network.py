@@ -10,12 +10,13 @@ was reached is a figure. The most important methods come first; what there is no
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -60,13 +61,11 @@ LEAST = {"ZeRO-3": {"IIG": 1.0, "ING": 1.0}, "ZeRO-2": {"NII": 1.0}}
 class Plan:
     """What a case measures."""
 
-    folder: str  # of the clocks of links
+    folder: str  # where ranks keep what they have found
     setting: str
     method: str
-    rows: int  # of a micro-batch
-    until: float = math.inf  # of the monotonic clock: when it is too late to begin
-    compute: float = 0.0  # seconds of a step
-    mbit: Mapping[float, float] = field(default_factory=dict)  # rates by ratio
+    ratios: Sequence[float]
+    until: float  # of the monotonic clock: when it is too late to begin
 
     @property
     def name(self) -> str:
@@ -95,12 +94,14 @@ class GpuMeasurement(Gpt2Measurement):
 
     settings = by_name(Setting(GPT, dtype=BF16), Setting(LORA, dtype=BF16, lora=True))
     stock = "ZeRO-3"
-    methods = (*KEY, *OTHERS, *ADAPTED)
+    methods = (*KEY, *OTHERS, ADAPTED[1])
     compute: Any = Compute  # of which none is made here
 
     def __init__(self, setup: Any, plan: Plan) -> None:
         super().__init__(self.settings[plan.setting], argparse.Namespace(methods=[plan.method], rounds=1, steps=1))
         self.plan, self._losses, self._device = plan, list[Tensor](), setup.device
+        self._compute = Path(plan.folder, f"{plan.setting}-{dist.get_rank()}")  # rows, and seconds of a step
+        self._count = 2 if setup.small else 8  # rows of a micro-batch
         self._shape = TINY if setup.small else MEDIUM
         self._make = partial(make_gpt, self._shape, self.setting.lora)
         model, rate = partial(self._make, setup.device, self._losses.append), LORA_RATE if self.setting.lora else RATE
@@ -110,7 +111,7 @@ class GpuMeasurement(Gpt2Measurement):
 
     def batches(self, step: int) -> list[Batch]:
         """Return the same random row in all rows and for every step; one row in the warm-up."""
-        rows, length = 1 if step <= WARM_UP_STEPS else self.plan.rows, self._shape["sequence_length"]
+        rows, length = 1 if step <= WARM_UP_STEPS else self._count, self._shape["sequence_length"]
         generator = torch.Generator().manual_seed(dist.get_rank())
         drawn = torch.randint(VOCABULARY, (self.setting.accumulation, 1, length + 1), generator=generator)
         return [(row[:, :-1], row[:, 1:]) for row in drawn.to(self._device).expand(-1, rows, -1)]
@@ -126,15 +127,29 @@ class GpuMeasurement(Gpt2Measurement):
         frozen = 2 * steps * (states.parameters - states.gradients)  # gathered, not reduced
         return (1 - 1 / RANKS) * ((steps * moves[0] + moves[1]) * states.gradients + frozen)
 
+    def find_rows(self, small: bool) -> float:
+        """Find how many rows take ``SECONDS``; return the seconds of a step of all ranks without communication."""
+        compute = Compute(self.workload)
+        self.turns.warm_up(compute, watch=False)
+        (seconds,) = self.turns.a_step(compute).seconds
+        if not small:
+            rows = round(self._count * SECONDS * self.setting.accumulation / seconds)
+            self._count = max(1, min(MOST_ROWS, rows))
+            (seconds,) = self.turns.a_step(compute).seconds
+        compute.close()
+        self._compute.write_text(json.dumps([self._count, seconds]))
+        return seconds
+
     def take(self) -> tuple[list[Row], list[float]]:
         """Measure the method, two steps at the first ratio and one at the others; return rows, and losses of steps."""
-        (name,), plan, headers = self.names, self.plan, self.turns.headers()
-        rows = [Row(plan.setting, rate, name, more={"ratio": ratio}) for ratio, rate in plan.mbit.items()]
+        (name,), headers = self.names, self.turns.headers()
+        self._count, compute = json.loads(self._compute.read_text())
+        wire = self.peer_bytes("ZeRO-3") * 8 / 1e6 / compute  # Mbit/s at a ratio of 1
+        rows = [Row(self.setting.name, wire / ratio, name, more={"ratio": ratio}) for ratio in self.plan.ratios]
         self.rows = {name: [rows[0], *rows]}
         losses = self._take(name)
-        get_accelerator().empty_cache()  # for the other ranks
         for row in rows:
-            row.headers, row.compute = headers, plan.compute
+            row.headers, row.compute = headers, compute
             row.formula_bytes = row.formula_bytes or self.peer_bytes(name)
         return rows, losses
 
@@ -149,26 +164,16 @@ def _link(folder: str, small: bool) -> Any:
 
 
 def measure_compute(setup: Any, plan: Plan) -> None:
-    """Find how many rows take ``SECONDS``, and how long a step of all ranks takes without communication."""
-    measurement = GpuMeasurement(setup, plan)
-    compute, turns, steps = Compute(measurement.workload), measurement.turns, measurement.setting.accumulation
-    turns.warm_up(compute, watch=False)
-    (seconds,) = turns.a_step(compute).seconds
-    if not setup.small:
-        rows = max(1, min(MOST_ROWS, round(plan.rows * SECONDS * steps / seconds)))
-        measurement.plan = replace(plan, rows=rows)
-        (seconds,) = turns.a_step(compute).seconds
-    compute.close()
-    get_accelerator().empty_cache()
+    seconds = GpuMeasurement(setup, plan).find_rows(setup.small)
+    get_accelerator().empty_cache()  # for the other ranks
     setup.report.check("takes time", seconds > 0)
-    setup.report.figure("rows, compute, bytes", (measurement.plan.rows, seconds, measurement.peer_bytes("ZeRO-3")))
 
 
 def measure_method(setup: Any, plan: Plan) -> None:
     """Measure a method, unless it is too late."""
-    measurement = GpuMeasurement(setup, plan)
     (now,) = over_ranks([time.monotonic()], dist.ReduceOp.MAX)
-    rows, losses = measurement.take() if now < plan.until else ([], [])
+    rows, losses = GpuMeasurement(setup, plan).take() if now < plan.until else ([], [])
+    get_accelerator().empty_cache()
     setup.report.check("losses are finite", all(map(math.isfinite, losses)))
     setup.report.figure("losses", losses)
     for row in rows:
@@ -189,15 +194,13 @@ def shared_network(setup: Any) -> None:
         except (OSError, RuntimeError) as why:
             setup.report.figure("links", f"delays: {why}")
         plans = list[Plan]()
-        first = {name: Plan(folder, name, "ZeRO-3", 2 if setup.small else 8) for name in (GPT, LORA)}
-        run_cases(setup, [Case(name, partial(measure_compute, plan=plan)) for name, plan in first.items()])
         for name, methods in ((GPT, KEY), (LORA, ADAPTED), (GPT, OTHERS)):
-            rows, compute, nbytes = setup.report.figures[f"{name}: rows, compute, bytes"]
             ratios = (10.0,) if setup.small else RATIOS[:1] if methods == OTHERS else RATIOS
-            mbit = {ratio: nbytes * 8 / (ratio * compute) / 1e6 for ratio in ratios}
             some = methods[:2] if setup.small else methods
-            plans += [Plan(folder, name, method, rows, until, compute, mbit) for method in some]
-        run_cases(setup, [Case(plan.name, partial(measure_method, plan=plan), 150) for plan in plans])
+            plans += [Plan(folder, name, method, ratios, until) for method in some]
+        first = [next(plan for plan in plans if plan.setting == name) for name in (GPT, LORA)]
+        cases = [Case(f"{plan.setting}, compute", partial(measure_compute, plan=plan)) for plan in first]
+        run_cases(setup, cases + [Case(plan.name, partial(measure_method, plan=plan), 150) for plan in plans])
     _judge(setup, plans)
 
 
@@ -208,11 +211,12 @@ def _judge(setup: Any, plans: Sequence[Plan]) -> None:
         losses, expected = (report.figures.get(f"{name}: losses") for name in (plan.name, f"{plan.setting}, ZeRO-3"))
         if not losses or not expected:
             report.figure(f"{plan.name}: not measured", "no time was left" if losses == [] else "it failed")
+            report.check(f"{plan.name}: measured, or of minor importance", plan.method in OTHERS)
             continue
-        for ratio, mbit in plan.mbit.items():
+        for ratio in plan.ratios:
             row = Row.from_csv(report.figures[f"{plan.name}: {ratio:g}"])
             row.difference = apart(losses, expected[: len(losses)])
-            short = row.median < 0.95 * row.bytes_between * 8 / (mbit * 1e6)
+            short = row.median < 0.95 * (row.floor - row.compute)
             problems = GpuMeasurement.problems([row]) + ["a step is shorter than the link needs"] * short
             report.check(f"{plan.name}, {ratio:g}: losses, bytes, time of the link", not problems)
             if problems:

@@ -271,7 +271,11 @@ class FSDP2(TorchMethod):
     def _states(self) -> StateBytes:
         # FSDP registers either whole or cut parameters with the module: the others are known to its internals only.
         modules = (m for m in self._model.modules() if isinstance(m, FSDPModule))
-        units = [unit for module in modules for unit in module._get_fsdp_state()._fsdp_param_groups]
+        states = [vars(module._get_fsdp_state()) for module in modules]
+        # In torch 2.11 a module has one unit, and no list.
+        units = [
+            unit for state in states for unit in state.get("_fsdp_param_groups", [state.get("_fsdp_param_group")])
+        ]
         params = [param for unit in units for param in unit.fsdp_params]
         cuts = [param.sharded_param for param in params]
         wholes = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
