@@ -22,7 +22,7 @@ from deepspeed_ext.config.settings import SaveSettings
 from deepspeed_ext.strategy import hyphenate
 from scripts import ROOT
 from tests.perf import sum_errors
-from tests.perf.lib import collectives, how_to, network, predictions, studies, tabulated
+from tests.perf.lib import how_to, network, predictions, studies, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
@@ -135,7 +135,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "sum-errors": sum_errors.table,
     "ordered": lambda: tabulated.measured([row for row in read("ordered_cluster.csv") if row.mbit == 100]),
     "network": network.table,
-    "collectives": collectives.table,
     "expected": predictions.expected,
     "pipelines": pipelines,
     "keys": lambda: keys(ParoConfig),
@@ -160,7 +159,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "how-to-saving": how_to.saving,
     "how-to-going-back": how_to.going_back,
 }
-PLOTTED = (network, collectives, sum_errors)
+PLOTTED = (network, sum_errors)
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
