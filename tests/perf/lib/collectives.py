@@ -84,7 +84,6 @@ class CollectivesMeasurement(Measurement):
     compared, bounds = "results", {settings.FP32: 0.0}
     slack = 2.0**19  # of headers of small messages
     file, settings, methods = "collectives.csv", settings.COLLECTIVES, METHODS
-    slack = 5e5  # headers of small messages
 
     def measure(self) -> list[Row]:
         for option in ((-4, 0), (-1, 2**30)):  # M_MMAP_MAX, M_TRIM_THRESHOLD: memory is used again, as on a device
