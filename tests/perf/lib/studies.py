@@ -449,7 +449,7 @@ def table(study: Study, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _loss(value: Any) -> str:
-    return f"{float(value):.4f}" if value else ""
+    return f"{float(value):.4f}" if value and float(value) else ""
 
 
 def _percents(listed: str) -> str:

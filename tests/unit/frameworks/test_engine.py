@@ -108,8 +108,8 @@ def test_compile(frameworks: Any, strategy: str) -> None:
 )
 def test_optimizers_of_the_script(group: Any, name: str, strategy: str, more: dict[str, Any]) -> None:
     rows = group.run(optimizer_case, placed(strategy, **more), stock(strategy), name)
-    # What rounding moves over an edge of the 8 bits is another value of the state.
-    bounds = {"losses": 1e-2, "weights": 5e-2} if more else {"weights": 1e-3 if name == "Adam8bit" else 1e-5}
+    # What rounding moves over an edge of the 8 bits is another value. LoCo changes signs of small gradients.
+    bounds = {"losses": 5e-2, "weights": 0.2} if more else {"weights": 1e-3}
     check(rows, strategy, **bounds)
 
 
