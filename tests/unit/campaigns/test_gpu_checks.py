@@ -102,6 +102,7 @@ def test_experiments_run(ranks: Any, kernels: bool, tmp_path: Path, name: str) -
     assert found["checks"] or len(found["figures"]) > 4
 
 
-@pytest.mark.parametrize("name", ["T14", *deep("T11", "T12", "T13")])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["T11", "T12", "T13", "T14"])
 def test_experiments_of_several_cases_run(tmp_path: Path, name: str) -> None:
     assert gpu.main(["--device", "cpu", "--small", "--only", name, "--results", str(tmp_path)]) == 0
