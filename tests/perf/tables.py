@@ -207,7 +207,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "how-to-saving": how_to.saving,
     "how-to-going-back": how_to.going_back,
 }
-PLOTTED = (network, sum_errors)
+PLOTTED = (network, collectives, sum_errors)
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

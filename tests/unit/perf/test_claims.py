@@ -115,23 +115,23 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
     full, lora = (rows("host_parameters.csv", f"2x2-{kind}-100") for kind in ("full", "LoRA"))
     slow = rows("host_parameters.csv", "2x2-LoRA-15", 15)
     under, piped = table("overlap-seconds"), {method: line[3] for method, line in table("pipelines").items()}
+    pipes, hops = rows("pipelines.csv"), table("collectives")["2x8, all-gather, 1 x 64 MiB"]
+    predicted, emulated = (table("paper-rates")[name][3].split(" of ")[0] for name in ("200 Gbit/s", "emulated"))
     saved = records.read("saves.csv")
     aside = [row for row in saved if "asynchronous" in row.method]
     worst = max(tabulated.stopped_share(row, saved) or 0.0 for row in aside if row.more["disk"] == "slow")
-    missed = [row for row in aside if row.more["disk"] == "real" and row.method.startswith("IIG")]
-    late = sorted(100 * (tabulated.stopped_share(row, saved) or 0.0) for row in missed)
     choices = [line[-2:] for line in tables.TABLES["all"]()[1]]
     exact, loco = (max(float(line[i]) for line in choices if line[i]) for i in (0, 1))
     assert exact <= 1.07 and loco <= 1.16 and len(choices) == 15
     slowest, slow_link = (rows("network.csv", "2x2-curve-4", rate) for rate in (5, 100))
-    hsdp, kept = "HSDP (reduces in bf16)", "HSDP kept (reduces in bf16)"
+    hsdp = "HSDP (reduces in bf16)"
     sentences = (
+        f"{predicted} are predicted within 15 %, {emulated} emulated",
+        f"two hops take {1 / float(hops[5]):.2f} of a flat ring's seconds, 8 windows {1 / float(hops[6]):.2f}",
         f"N-I-G is {times(fp32, 'NIG', 'ZeRO-3'):.1f} times as fast as ZeRO-3 without caching, "
         f"{times(fp32, 'NIG', 'ZeRO-3 defaults'):.1f} times as its defaults, "
         f"{times(fp32, 'NIG', 'ZeRO-1'):.2f} times as ZeRO-1, {times(fp32, 'NIG', 'DDP'):.2f} times as DDP, "
         f"{times(fp32, 'NIG', 'HSDP'):.2f} times as HSDP",
-        f"I-I-G is {times(fp32, 'IIG', 'HSDP'):.2f} times as fast as HSDP, "
-        f"in {100 * (1 - share(fp32, 'IIG', 'HSDP')):.0f} % less memory",
         f"HSDP that keeps parameters takes {times(fp32, 'NIG', 'HSDP kept'):.2f} of N-I-G's seconds "
         f"in {share(fp32, 'HSDP kept', 'NIG'):.2f} times its memory",
         f"make N-I-G {times(fp32, few, 'NIG'):.1f} times as fast",
@@ -139,31 +139,24 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
         f"and {times(slow_link, 'HSDP kept', few):.2f} at 100; "
         f"from {network.end_of_gain(records.read(network.FILE))[1]:.0f} Mbit/s on, nothing is gained",
         f"In bf16, N-I-G takes {times(bf16, hsdp, 'NIG'):.2f} of HSDP's seconds, "
-        f"in {share(bf16, 'NIG', hsdp):.2f} of its memory. "
-        f"HSDP that keeps parameters takes {times(bf16, 'NIG', kept):.2f} of N-I-G's "
-        f"in {share(bf16, kept, 'NIG'):.2f} times its memory",
+        f"in {share(bf16, 'NIG', hsdp):.2f} of its memory",
         f"GPT-2 (124 M, bf16): N-I-G is {times(gpt2, 'NIG', 'ZeRO-3'):.1f} times as fast as ZeRO-3, "
         f"{times(gpt2, 'NIG', 'ZeRO-1'):.2f} times as ZeRO-1, "
         f"or {times(gpt2, few, 'ZeRO-1'):.1f} times with LoCo and updates.",
-        f"HSDP that keeps parameters takes {times(gpt2, 'NIG', kept):.2f} of N-I-G's seconds "
-        f"in {share(gpt2, kept, 'NIG'):.2f} times its memory",
         f"I-I-G is {times(muon, 'IIG', 'ZeRO-3'):.1f} times as fast as ZeRO-3",
         f"a step of N-I-G takes {under['NIG'][1]} s, of DDP {under['DDP'][1]} s, "
         f"of HSDP (kept) {under['HSDP kept'][1]} s, of ZeRO-3 {under['ZeRO-3'][1]} s",
         f"{times(outer, 'III outer, streaming', few):.1f} times as fast at 20 Mbit/s as N-I-G with LoCo and updates, "
         f"and {times(outer, 'III outer, streaming', 'HSDP'):.0f} times as HSDP",
-        f"I-I-I without streaming: {times(outer, 'III outer', few):.1f} times",
         f"I-N-G is {times(full, 'ING', 'ZeRO-3'):.1f} times as fast as ZeRO-3; "
         f"with LoRA {times(lora, 'ING', 'ZeRO-3'):.1f} times, at 15 Mbit/s {times(slow, 'ING', 'ZeRO-3'):.1f} times",
-        f"LoRA at 100 Mbit/s: {times(lora, 'ING', 'ZeRO-3'):.1f} times",
         f"AutoEP and N-I-G is {times(mixture, 'AutoEP, NIG', 'ZeRO-3'):.1f} times as fast as ZeRO-3, "
         f"with LoCo and updates {times(mixture, 'AutoEP, ' + few, 'ZeRO-3'):.1f} times",
         f"slow disk stalls training for at most {worst:.1%} of a synchronous one".replace("%", " %"),
-        f"for {late[0]:.1f} and {late[1]:.1f} % of a synchronous one "
-        f"({missed[0].more['critical_seconds']:.2f} s), target 10",
         f"a step of ZeRO-1 takes {free['ZeRO-1'].median:.2f} s, of N-I-G {free['NIG'].median:.2f} s",
         "takes at most 1.07 times as long as the best measured strategy, 1.16 times with LoCo",
-        f"receives {piped['NIG']} from other nodes under N-I-G, {piped[SHIPPED]} under ZeRO-1",
+        f"N-I-G takes {times(pipes, 'NIG', 'ZeRO-1'):.2f} of ZeRO-1's seconds; "
+        f"a rank receives {piped['NIG']} from other nodes under N-I-G, {piped[SHIPPED]} under ZeRO-1 as shipped",
     )
     assert not missing(sentences)
 
@@ -189,7 +182,6 @@ def test_figures_of_losses_have_their_rows() -> None:
         f"LoCo and 4-bit updates: {end('AdamW', few):.2f} % from exact training, "
         f"with Muon {end('Muon', few):.2f} % after 400 steps and {longer:.1f} % after [2,100]",
         f"[{alone:.2f} %](results/updates_convergence.md) after 1,000",
-        f"4-bit sums (N-I-I): {end('AdamW', 'NII' + BOTH):.2f} %",
         f"at most {apart:.2f} % from those in 32 bits",
         f"{min(long):.2f} to {max(long):+.2f} % from exact N-I-G; "
         f"chance moves ZeRO-2 by {-beyond('ZeRO-2, control', 'ZeRO-2', 1):.2f} %",
@@ -204,17 +196,19 @@ def test_figures_of_one_host_have_their_rows() -> None:
     coded = {rate: line[4] for rate, line in table("lossless").items()}
     creation_seconds = {method: line[3].split(", ")[1] for method, line in table("growth").items() if ", " in line[3]}
     reached = [float(line[3]) for line in tables.kernels()[1]]
-    leaf = {row["case"]: row for row in read_rows(RESULTS / "leaf_overhead.csv") if row["ranks"] == "1"}
-    cost = read_rows(RESULTS / "import_cost.csv")
+    leaf = {row["case"]: row for row in read_rows(RESULTS / "leaf_overhead.csv") if row["packed"] == "False"}
+    cost, made = read_rows(RESULTS / "import_cost.csv"), table("creation")
     host = {row["method"]: float(row["ms_median"]) for row in read_rows(RESULTS / "host_time.csv")}
     errors, measured = sum_errors.errors(), rows("ordered_cluster.csv", "2x2-large-4")
     ordered, ring = (errors["noise", name][64] for name in ("ordered", "ring"))
     imported = [row["median_ms"] for row in cost if row["measured"] == "of that ours"]
     sentences = (
         f"take {coded['0.001']} bits at a rate of 1e-3, and {coded['1e-05']} at 1e-5",
-        f"an engine of N-I-G takes {creation_seconds['NIG']} s, of ZeRO-2 {creation_seconds['ZeRO-2']} s",
+        f"an engine of N-I-G takes {creation_seconds['NIG']} s with 16,384 ranks, "
+        f"of ZeRO-2 {creation_seconds['ZeRO-2']} s; "
+        f"with 10,000 modules {made['NIG'][1]} and {made['ZeRO-2'][1]} s",
         f"reach {min(reached):.2f} to {max(reached):.2f} of a copy's bandwidth",
-        f"adds to many small modules to {float(leaf['ours']['of_stock']):.2f}",
+        f"adds to 8 layers of 64 experts to {float(leaf['stage3_leaf_bytes']['of_stock']):.2f}",
         f"adds {float(imported[-1]):.1f} ms",
         f"I-I-G takes {host['IIG'] / host['HSDP']:.2f} of HSDP's host time, N-I-G "
         f"{host['NIG'] / host['ZeRO-2']:.2f} of ZeRO-2's",
