@@ -177,6 +177,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "ordered": lambda: tabulated.measured([row for row in read("ordered_cluster.csv") if row.mbit == 100]),
     "network": network.table,
     "collectives": collectives.table,
+    "collectives-large": lambda: collectives.table("64 MiB"),
     "expected": predictions.expected,
     "paper": paper.table,
     "paper-rates": paper.rates,

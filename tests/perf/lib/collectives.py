@@ -108,10 +108,11 @@ class CollectivesMeasurement(Measurement):
         return rows
 
 
-def table() -> Table:
-    """Return seconds of each method, and speeds relative to the flat ring: measured, and by bytes alone."""
+def table(of: str = "") -> Table:
+    """Return seconds of each method for messages, and speeds relative to the flat ring: measured, and by bytes
+    alone."""
     points, lines = dict[str, dict[str, Row]](), []
-    for row in read(CollectivesMeasurement.file):
+    for row in (row for row in read(CollectivesMeasurement.file) if of in row.method):
         point, _, method = row.method.rpartition(", ")
         points.setdefault(f"{row.setting}, {point}", {})[method] = row
     for point, rows in points.items():
