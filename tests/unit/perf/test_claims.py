@@ -56,7 +56,7 @@ def test_each_claim_has_rows_of_its_date() -> None:
     lines = [line for line in page(PAGE).section("## Claims").text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     rows, program = [row for row in cells if row[0] != "claim"], ""
-    assert len(rows) == 24
+    assert len(rows) == 26
     for claim, date, command, _ in rows:
         program = program if command == "the same" else results_of(command)
         assert set(date.split(", ")) <= dates(program), claim
@@ -159,6 +159,12 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
         f"a rank receives {piped['NIG']} from other nodes under N-I-G, {piped[SHIPPED]} under ZeRO-1 as shipped",
     )
     assert not missing(sentences)
+
+
+def test_ratios_of_the_paper_in_the_readme_have_their_rows() -> None:
+    ratios = [cell.split()[0] for cell in table("paper")["7B-full: I-I-G / ZeRO-3"][1:]]
+    said = "I-I-G's speed relative to ZeRO-3 is {} (published), {} (predicted), {} (emulated)".format(*ratios)
+    assert not missing([said], "README.md")
 
 
 def test_figures_of_losses_have_their_rows() -> None:
