@@ -32,6 +32,8 @@ from deepspeed_ext.zero.shards import FlatShard, InterGroupSpan, Member, Window,
 _STRIPES = 16
 # ... unless a rank's part of a stripe had fewer elements than this: a message should be worth its latency.
 _MIN_PART = 1 << 15
+# Classes of optimizers whose results depend on norms of whole shards.
+_NORMALIZING = {"Adafactor", "CAME", "FusedLamb", "LAMB", "Lamb", "LARS", "NovoGrad", "Prodigy"}
 
 
 def stripe_starts(offsets: Sequence[int], numels: Sequence[int], bucket: int, ranks: int) -> tuple[int, ...]:
@@ -298,13 +300,13 @@ class FlatBuffers(list[FlatBuffer]):
         number, optimizer = len(self), self._optimizer
         row = optimizer.optimizer.param_groups[number]
         # In another order stripes would not be spans of the model. bitsandbytes has scales for blocks of a shard, and
-        # Adafactor divides by the root mean square of a shard.
+        # others divide by norms of a shard.
         kind = type(optimizer.optimizer)
         keeps_partitions = (
             optimizer.round_robin_gradients
             or has_padding
             or kind.__module__.startswith("bitsandbytes")
-            or kind.__name__ == "Adafactor"
+            or any(base.__name__ in _NORMALIZING for base in kind.__mro__)
         )
         numels = [meta.numel() for meta in optimizer.round_robin_bit16_meta[number]]
         self.append(

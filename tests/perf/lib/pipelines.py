@@ -83,8 +83,10 @@ class Pipeline(Ours):
     """A pipeline engine with its data: of DeepSpeed's ZeRO-1, or of a strategy."""
 
     def __init__(self, workload: Workload, name: str) -> None:
-        zero = {"paro_strategy": name, "paro_group_size": workload.group_size}
-        zero = zero if name in STRATEGIES else cast(Any, PEERS[name]).keywords["zero"]
+        zero = cast(Any, PEERS[name]).keywords["zero"] if name not in STRATEGIES else {"paro_strategy": name}
+        if name in STRATEGIES:
+            zero |= {"paro_group_size": workload.group_size} | ({"compute_grad_norm": False} if name[0] == "N" else {})
+            workload = replace(workload, stage_bucket=workload.bucket)  # hops of small buckets overlap
         Engine.__init__(self, workload, name, zero, native=name != STOCK)
         groups.mpu = None  # the pipeline's, which engines without a pipeline would use
         self._data = iter(Batches(read_corpus(CORPUS_BYTES), self._engine, SEQUENCE_LENGTH, 0))
