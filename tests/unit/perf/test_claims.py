@@ -224,7 +224,7 @@ def test_figures_of_one_host_have_their_rows() -> None:
         f"DeepSpeed's threshold to {float(leaf['ZeRO-3, granularity threshold']['of_stock']):.2f}",
         f"adds {float(imported[-1]):.1f} ms",
         f"I-I-G takes {host['IIG'] / host['HSDP']:.2f} of HSDP's host time "
-        f"(kept: {host['IIG'] / host['HSDP kept']:.1f}), N-I-G {host['NIG'] / host['ZeRO-2']:.2f} of ZeRO-2's",
+        f"(kept: {host['IIG'] / host['HSDP, kept']:.1f}), N-I-G {host['NIG'] / host['ZeRO-2']:.2f} of ZeRO-2's",
         f"the error of an ordered sum is {ordered / ring:.2f} of a bf16 ring's",
         f"N-I-G is {times(measured, 'NIG', 'ZeRO-3 defaults'):.1f} times as fast as ZeRO-3's defaults, "
         f"{times(measured, 'NIG', 'ZeRO-1'):.1f} times as ZeRO-1, {times(measured, 'NIG', 'HSDP'):.1f} times as HSDP",
