@@ -4,6 +4,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def evaluation_case(name: str, zero: dict[str, Any], alone: bool, folder: str) -
     weights from stock's. ``alone``: the first group, which cannot gather others, compares with the gathered
     weights."""
     job = Job(SQUARE, False, 2, 2, network=networks.Shared, zero={**SMALL, **zero})
-    undisturbed = training.train(job, {"stage": 3}).weights
+    undisturbed = training.train(replace(job, zero=SMALL), {"stage": 3}).weights  # stock takes no keys of ours
     full_model = networks.Shared(SQUARE, empty=False)
     engine, model = training.make_engine(job, placed(name))
     data, probe, from_masters = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
