@@ -357,12 +357,12 @@ class FlatBuffers(list[FlatBuffer]):
         """
         windows: list[Window] = []
         for buffer, count in zip(self, rows, strict=True):
-            placed = sorted(
+            offsets = sorted(
                 (buffer.offset(param), self.positions[id(param)]) for param in buffer.params if param.numel()
             )
             for number, (span, *_) in enumerate(buffer.layout.stripes):
-                first, end = (bisect_left(placed, (offset,)) for offset in (span.start, span.stop))
-                members = tuple(sorted(index for _, index in placed[first:end]))
+                first, end = (bisect_left(offsets, (bound,)) for bound in (span.start, span.stop))
+                members = tuple(sorted(index for _, index in offsets[first:end]))
                 windows += [
                     Window(buffer.number, span, members) for span in buffer.layout.windows(count, max_numel, number)
                 ]

@@ -104,9 +104,13 @@ def emulated_ratios(rows: Iterable[Row]) -> Ratios:
 
 
 def comparable(found: Ratios) -> list[tuple[float, float]]:
-    """Return ratios, each with the published one; with the nearer one if the text allows two."""
-    pairs = zip(found, CLAIMS.values(), strict=True)
-    return [(ratio, min(values, key=lambda value: abs(ratio / value - 1))) for ratio, values in pairs if ratio]
+    """Return ratios, each with the published one."""
+    return [(ratio, nearest(ratio, values)) for ratio, values in zip(found, CLAIMS.values(), strict=True) if ratio]
+
+
+def nearest(ratio: float, values: Sequence[float]) -> float:
+    """Return the published ratio; if the text allows two, the nearer one."""
+    return min(values, key=lambda value: abs(ratio / value - 1))
 
 
 def misses(found: Ratios) -> list[float]:
@@ -153,8 +157,7 @@ def table() -> Table:
         lines.append([text, " or ".join(f"{value:g}" for value in values)])
     for found in (predicted_ratios(fitted()), emulated_ratios(read(FILE))):
         for line, ratio, values in zip(lines, found, CLAIMS.values(), strict=True):
-            apart = f" ({ratio / min(values, key=lambda value: abs(ratio / value - 1)) - 1:+.0%})" if ratio else ""
-            line.append(f"{ratio:.2f}{apart}" if ratio else "")
+            line.append(f"{ratio:.2f} ({ratio / nearest(ratio, values) - 1:+.0%})" if ratio else "")
     return ["", "paper", f"predicted at {fitted():g} Gbit/s", "emulated"], lines
 
 

@@ -417,9 +417,18 @@ class Ours(Engine):
     def __init__(self, workload: Workload, zero: dict[str, Any], name: str = "") -> None:
         self.strategy = parse_strategy(zero["paro_strategy"])
         self.sent = Compression.parse(zero.get("zeropp_loco_param"), zero.get("paro_quantized_updates"))
-        lean = self.strategy.p > Placement.N
-        zero = {**dict.fromkeys(BUCKETS, workload.bucket), **({} if lean else {"compute_grad_norm": False}), **zero}
-        super().__init__(workload, name or zero["paro_strategy"], zero, lean, native=True)
+        zero = self.keys(workload, zero)
+        super().__init__(workload, name or zero["paro_strategy"], zero, self.strategy.p > Placement.N, native=True)
+
+    @staticmethod
+    def keys(workload: Workload, zero: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of a strategy with those that all strategies have here."""
+        replicated = parse_strategy(zero["paro_strategy"]).p == Placement.N
+        return {
+            **dict.fromkeys(BUCKETS, workload.bucket),
+            **({"compute_grad_norm": False} if replicated else {}),
+            **zero,
+        }
 
     def finish(self) -> None:
         if hasattr(self._engine.optimizer, "parameters"):

@@ -28,7 +28,7 @@ from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, StateByt
 from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, ByteGPT, pipeline, read_corpus
 from tests.perf.lib import settings
-from tests.perf.lib.measurements import Measurement
+from tests.perf.lib.measurements import BYTES_BOUND, Measurement
 from tests.perf.lib.peers import PEERS, Batch, Engine, Method, Ours, Workload, gathered
 from tests.perf.lib.records import Row
 from tests.perf.lib.settings import FP32, MOVES, SHIPPED
@@ -83,10 +83,10 @@ class Pipeline(Ours):
     """A pipeline engine with its data: of DeepSpeed's ZeRO-1, or of a strategy."""
 
     def __init__(self, workload: Workload, name: str) -> None:
-        zero = cast(Any, PEERS[name]).keywords["zero"] if name not in STRATEGIES else {"paro_strategy": name}
         if name in STRATEGIES:
-            zero |= {"paro_group_size": workload.group_size} | ({"compute_grad_norm": False} if name[0] == "N" else {})
-            workload = replace(workload, stage_bucket=workload.bucket)  # hops of small buckets overlap
+            zero = self.keys(workload, {"paro_strategy": name, "paro_group_size": workload.group_size})
+        else:
+            zero = cast(Any, PEERS[name]).keywords["zero"]
         Engine.__init__(self, workload, name, zero, native=name != STOCK)
         groups.mpu = None  # the pipeline's, which engines without a pipeline would use
         self._data = iter(Batches(read_corpus(CORPUS_BYTES), self._engine, SEQUENCE_LENGTH, 0))
@@ -189,4 +189,12 @@ class PipelineMeasurement(Measurement):
             each = accumulation * moves[0] + moves[1]
             row.formula_bytes = each * (1 - 1 / sizes.ranks) * mean.parameters
         else:
-            row.formula_bytes = STRATEGIES[name].volume(sizes, mean, accumulation).inter * group
+            volume = STRATEGIES[name].volume(sizes, mean, accumulation)
+            row.formula_bytes, row.more["formula_intra"] = volume.inter * group, volume.intra
+
+    @classmethod
+    def other_bytes(cls, row: Row) -> list[str]:
+        messages, due = super().other_bytes(row), row.more.get("formula_intra")
+        if due is not None and abs(row.more["received_intra"] - due) > BYTES_BOUND * max(due, row.bytes_between / 2):
+            messages.append(f"{row.method}: receives {row.more['received_intra']:.0f} bytes in nodes, not {due:.0f}")
+        return messages
