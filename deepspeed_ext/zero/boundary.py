@@ -18,9 +18,10 @@ Note [Early reduction]
     Neither buckets nor their order depend on whether they are sent early. So results are bitwise identical, including
     error feedback.
 
-Note [Usage learned in the first step]
-    A member that no rank uses would delay all buckets after its own. The first step finds these members and moves
-    their buckets to the end. Neither sums nor error feedback depend on the order of buckets.
+Note [Order learned in the first step]
+    A member that no rank uses would delay all buckets after its own, and so would one that gets its gradient late. So
+    after the first step buckets are sorted by the times at which they were complete, on the latest rank; those with
+    members that no rank has used are the last. Neither sums nor error feedback depend on the order of buckets.
 
     A parameter may get several gradients in one backward if modules share it and each is checkpointed reentrantly. Its
     bucket must not be sent before the last gradient, which cannot be recognized. If that may happen
@@ -45,7 +46,7 @@ Resend = Literal["never", "in the first step", "always"]
 
 
 class Boundary(Generic[Bucket]):
-    """The buckets of one accumulation. See Note [Early reduction] and Note [Usage learned in the first step].
+    """The buckets of one accumulation. See Note [Early reduction] and Note [Order learned in the first step].
 
     Args:
         buckets: in the order in which they are sent.
@@ -54,7 +55,11 @@ class Boundary(Generic[Bucket]):
         early: whether buckets may be sent before the boundary.
         single_gradient: whether a member gets at most one gradient in a backward.
         name: gives the name of a member, for errors.
+        advice: what to do if a member gets another gradient after its bucket was sent, for the error.
         resend: when buckets may be sent again after a member has got another gradient.
+
+    Attributes:
+        buckets: in the order in which they are sent.
     """
 
     def __init__(
@@ -65,21 +70,23 @@ class Boundary(Generic[Bucket]):
         early: bool,
         single_gradient: bool = True,
         name: Callable[[Any], str] = str,
+        advice: str = "",
         resend: Resend = "never",
     ) -> None:
         self._members_of = members
         self._early = early
         self._single_gradient = single_gradient
-        self._name = name
+        self._name, self._advice = name, advice
         self._resend = resend
-        self._used: set[Hashable] = set()  # members that this rank used in the first step
+        # When members got gradients in the first step: the number of gradients before in the backward.
+        self._times: dict[Hashable, int] = {}
         self._with_several_gradients: set[Hashable] = set()  # members that have ever got several in one backward
         self._has_learned = False
         self._arrange(buckets)
 
     def _arrange(self, buckets: Iterable[Bucket]) -> None:
-        self._buckets = list(buckets)
-        self._members = [frozenset(self._members_of(bucket)) for bucket in self._buckets]
+        self.buckets = list(buckets)
+        self._members = [frozenset(self._members_of(bucket)) for bucket in self.buckets]
         self._numbers: dict[Hashable, list[int]] = {}  # numbers of each member's buckets
         for number, members in enumerate(self._members):
             for member in members:
@@ -93,14 +100,19 @@ class Boundary(Generic[Bucket]):
         self._with_gradient: set[Hashable] = set()  # members with a gradient of this backward
         self._late_buckets: set[int] = set()  # numbers of sent buckets that have got another gradient since
         self._next = 0  # number of the first bucket that has not been sent
+        self._count = 0  # gradients of this backward
 
     @property
     def has_sent(self) -> bool:
         """Whether a bucket has been sent."""
         return self._next > 0
 
-    def mark_ready(self, members: Iterable[Hashable]) -> list[Bucket]:
+    def mark_ready(self, members: Iterable[Hashable], is_timed: bool = True) -> list[Bucket]:
         """Record members with a gradient of the last micro-batch; return the buckets to send now, in order.
+
+        Args:
+            members: those with a gradient.
+            is_timed: whether ``learn_order`` is to consider when they had it.
 
         Raises:
             RuntimeError: a member got another gradient after its bucket was sent, which may not be sent again.
@@ -109,22 +121,26 @@ class Boundary(Generic[Bucket]):
             return []
         first = self._next
         for member in members:
-            if not self._has_learned:
-                self._used.add(member)
+            if is_timed and not self._has_learned:
+                self._times[member] = max(self._times.get(member, 0), self._count)
+                self._count += 1
+            self._reject_late(member)
             if self._single_gradient or self._is_complete(member):
                 self._complete_member(member)
-        return self._buckets[first : self._next]
+        return self.buckets[first : self._next]
 
-    def _is_complete(self, member: Hashable) -> bool:
-        """Whether this is a member's last gradient in this backward, judging from earlier backwards."""
+    def _reject_late(self, member: Hashable) -> None:
+        """Reject a gradient whose bucket has been sent, or record that the bucket must be sent again."""
         sent = [number for number in self._numbers.get(member, ()) if number < self._next]
         if sent and not self.may_resend:
             raise RuntimeError(
-                f"Parameter {self._name(member)} got another gradient in a backward after its first had been reduced "
-                f"between groups; in the first step of this run it got only one. Set zero_optimization.overlap_comm "
-                f"to false to allow this."
+                f"Parameter {self._name(member)} got another gradient in a backward after its first had been reduced"
+                f"{self._advice}"
             )
         self._late_buckets.update(sent)
+
+    def _is_complete(self, member: Hashable) -> bool:
+        """Whether this is a member's last gradient in this backward, judging from earlier backwards."""
         if member in self._with_gradient:
             self._with_several_gradients.add(member)
         self._with_gradient.add(member)
@@ -146,7 +162,7 @@ class Boundary(Generic[Bucket]):
 
     def pop_remaining(self) -> list[Bucket]:
         """Return the buckets that have not been sent, in order, and reset: the backward has ended."""
-        remaining, late = self._buckets[self._next :], self._late_buckets
+        remaining, late = self.buckets[self._next :], self._late_buckets
         self.clear()
         self._late_buckets = late  # for ``buckets_to_resend``
         return remaining
@@ -155,29 +171,36 @@ class Boundary(Generic[Bucket]):
         """Return the buckets to send again, in order, after ``pop_remaining``. Collective if there may be any.
 
         Args:
-            max_over_ranks: see ``learn_usage``. Buckets in flight must have been received: other ranks may wait for
+            max_over_ranks: see ``learn_order``. Buckets in flight must have been received: other ranks may wait for
                 them first.
         """
         if not self.may_resend:
             return []
         late = max_over_ranks(
-            torch.tensor([float(number in self._late_buckets) for number in range(len(self._buckets))])
+            torch.tensor([float(number in self._late_buckets) for number in range(len(self.buckets))])
         )
         self._late_buckets.clear()
-        return [bucket for bucket, resend in zip(self._buckets, late.tolist(), strict=True) if resend]
+        return [bucket for bucket, resend in zip(self.buckets, late.tolist(), strict=True) if resend]
 
-    def learn_usage(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Record parameter usage in the first step whose last micro-batch was known in advance. Collective, once.
+    def learn_order(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Sort the buckets after the first step in which gradients were timed. Collective until then.
 
         Args:
             max_over_ranks: gives the elementwise maximum over all ranks.
         """
-        if not self._early or self._has_learned or not self._buckets:
+        if not self._early or self._has_learned or not self.buckets:
             return
-        members = list(dict.fromkeys(member for bucket in self._buckets for member in self._members_of(bucket)))
-        used_by_any = max_over_ranks(torch.tensor([float(member in self._used) for member in members]))
-        unused = {member for member, used in zip(members, used_by_any.tolist(), strict=True) if not used}
-        # A stable sort by reduced flags, so the new order is the same on all ranks.
-        self._arrange(sorted(self._buckets, key=lambda bucket: not unused.isdisjoint(self._members_of(bucket))))
+        members = list(dict.fromkeys(member for bucket in self.buckets for member in self._members_of(bucket)))
+        own = torch.tensor([float(self._times.get(member, -1)) for member in members])
+        latest = dict(zip(members, max_over_ranks(own).tolist(), strict=True))
+        if max(latest.values(), default=-1) < 0:
+            return  # nothing was timed
+
+        def time_of(bucket: Bucket) -> float:
+            times = [latest[member] for member in self._members_of(bucket)]
+            return float("inf") if -1 in times else max(times, default=-1)
+
+        # A stable sort by reduced times, so the new order is the same on all ranks.
+        self._arrange(sorted(self.buckets, key=time_of))
         self._has_learned = True
-        self._used.clear()
+        self._times.clear()

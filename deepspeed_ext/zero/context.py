@@ -70,7 +70,7 @@ class Context:
         return cls(
             strategy=strategy,
             families=families,
-            reductions=ReductionStream(double_buffered=strategy.p == Placement.N),
+            reductions=ReductionStream(ordered_by_device=strategy.p == Placement.N),
             accumulation_dtype=accumulation_dtype,
             communication_dtype=communication_dtype,
             reduce_bucket=int(config.reduce_bucket_size),

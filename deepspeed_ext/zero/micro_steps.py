@@ -24,8 +24,12 @@ class FamilyGradients(Protocol):
     def drain(self) -> None:
         """Wait for all buckets."""
 
-    def learn_usage(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Record which parameters the first step uses; see ``Boundary.learn_usage``. Collective, once."""
+
+class LearnsOrder(Protocol):
+    """What is sent in an order that the first step determines."""
+
+    def learn_order(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Sort what is sent; see ``Boundary.learn_order``. Collective, once."""
 
 
 class AccumulatingOptimizer(Protocol):
@@ -47,11 +51,13 @@ class MicroSteps:
     Attributes:
         full_threshold: a DeepSpeed bucket with more elements is full: not even the smallest parameter fits. DeepSpeed
             would keep it until a parameter does not fit, which takes as long as the backward of another layer.
+        has_begun: whether a backward has begun. A pipeline's engine ends some backwards twice.
         overlap: whether the last buckets of a micro-step may be sent during the next one. This requires that gradients
             are not read between the two.
     """
 
     def __init__(self, context: Context, optimizer: AccumulatingOptimizer) -> None:
+        self.has_begun = False
         self.overlap = False
         self._flush_follows = False  # whether this backward is the last one before a boundary that the caller declares
         self._context, self._optimizer = context, optimizer
@@ -86,7 +92,7 @@ class MicroSteps:
         Raises:
             RuntimeError: the boundary was canceled during the backward.
         """
-        boundary = self._optimizer.is_gradient_accumulation_boundary()
+        boundary, self.has_begun = self._optimizer.is_gradient_accumulation_boundary(), False
         self._last_was_declared = boundary or self._flush_follows
         if boundary:
             self._optimizer.sync_gradients()
@@ -106,11 +112,11 @@ class MicroSteps:
                 gradients.drain()
         self._context.reductions.wait()  # or the current stream would read incomplete sums
 
-    def learn_usage(self) -> None:
-        """Record unused parameters, if the last micro-batch of the step was known in advance. Collective, once."""
+    def learn_order(self, learners: Iterable[LearnsOrder]) -> None:
+        """Learn the order of gradients, if the last micro-batch of the step was known in advance. Collective, once."""
         if self._last_was_declared:
-            for gradients in self._optimizer.gradients.values():
-                gradients.learn_usage(partial(all_reduce_max, group=self._context.topology.world))
+            for learner in learners:
+                learner.learn_order(partial(all_reduce_max, group=self._context.topology.world))
 
     # Bucket size ######################################################################################
 

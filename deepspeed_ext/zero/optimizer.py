@@ -168,6 +168,12 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             )
 
     @override
+    def enter_backward(self) -> None:
+        """Record that a backward has begun."""
+        super().enter_backward()
+        self.micro_steps.has_begun = True
+
+    @override
     def finalize_gradient_accumulation_boundary(self) -> None:
         """End an accumulation that the caller owns (``managed_gradient_accumulation`` false): at ``engine.step()``."""
         self.context.before_step()

@@ -7,9 +7,9 @@ Note [Order of operations]
     so its partitions, norms, overflow checks, steps, and checkpoints are used unchanged. Only the communication is
     overridden:
 
-    - A full bucket is reduced N -> g (``average_tensor``): in every micro-step if g is I or G, only at the
-      accumulation boundary if g is N. (Stage 1 fills buckets only then; they are reduced to I first.) Gradients in I
-      are reduced to ``os`` at the boundary (``sync_gradients``). See Note [Reduction of flat buffers].
+    - Buckets are reduced N -> g (``flat/buckets.py``): in every micro-step if g is I or G, only at the accumulation
+      boundary if g is N. (Stage 1 fills buckets only then; they are reduced to I first.) Gradients in I are reduced to
+      ``os`` at the boundary (``sync_gradients``). See Note [Reduction of flat buffers].
     - After the step, updated parameters are gathered os -> N (``FlatUpdates.gather``).
 
     The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
@@ -19,6 +19,7 @@ Note [Order of operations]
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +29,18 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import check_overrides, override, replace_attributes
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE
+from deepspeed_ext.zero.flat.buckets import GradientBuckets
 from deepspeed_ext.zero.flat.buffers import FlatBuffers
 from deepspeed_ext.zero.flat.gradients import AllFlatGradients, Mean
 from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
-from deepspeed_ext.zero.flat.stage12_view import BucketEntry, Stage12View
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
 from deepspeed_ext.zero.flat.states import FlatStates
 from deepspeed_ext.zero.flat.updates import FlatUpdates, has_own_partition, notify_of_set_weights
 from deepspeed_ext.zero.norms import without_duplicates
@@ -58,6 +61,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         buffers: the parent's flat buffers, one for each parameter group.
         shards: gradients of the optimizer's shards.
         gradients: gradients that are being reduced to the shards, by family.
+        buckets: gradients of a backward that have not been sent.
         updates: all-gathers of updated parameters.
         flat_states: converts state dicts of checkpoints.
     """
@@ -73,7 +77,6 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
             kwargs["expert_data_parallel_group"] = groups
         super().__init__(*args, dp_process_group=dense, **kwargs)
         context.reductions.set_stream(self.reduction_stream if context.overlap else None)
-        self.micro_steps.set_bucket_size(param.numel() for param in self.buffers.params())
         self.buffers.number_parameters(self.param_names)
         if self.cpu_offload:  # frees the parent's buffer for accumulation on the device, which is not used here
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
@@ -81,6 +84,13 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         self.shards = ShardGradients(context, optimizer=self, buffers=self.buffers)
         mean = Mean.from_optimizer(context, self)
         self.gradients = AllFlatGradients(context, buffers=self.buffers, shards=self.shards, mean=mean)
+        self.buckets = GradientBuckets(
+            context,
+            optimizer=self,
+            buffers=self.buffers,
+            gradients=self.gradients,
+            micro_steps=self.micro_steps,
+        )
         self.updates = FlatUpdates(
             context,
             buffers=self.buffers,
@@ -248,52 +258,17 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
-        """Put a gradient into a bucket, and reduce the bucket once it is full."""
-        super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
-        if not self.overlap_comm:  # nothing is hidden by reducing it before a gradient does not fit
-            return
-        for dtype, bucket in self.ipg_buckets.items():  # one, in most models; naming the parameter's takes longer
-            if bucket.elements > self.micro_steps.full_threshold:
-                self.reduce_ipg_grads(comm_dtype=dtype)
-                self._fill_other_buffer(bucket)
+        """Put a gradient into its bucket, and reduce the buckets that it completes.
 
-    def _fill_other_buffer(self, bucket: Any) -> None:
-        """Switch to the parent's other bucket buffer, because a reduction may still read this one."""
-        if self.contiguous_gradients and self.overlap_comm:
-            bucket.index = 1 - bucket.index
+        With g = N, a backward inside a forward is left to ``flush``: the flag of the boundary is not set yet.
+        """
+        begun = self.strategy.g != Placement.N or self._backward_active_depth > 0
+        if begun and param.numel() and getattr(param, "ds_grad_is_ready", True):
+            self.buckets.add(param)
 
     @override
-    def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        """Reduce a bucket N -> g. ``tensor``: 1D, the bucket's gradients one after the other."""
-        bucket = self.ipg_buckets[communication_data_type]
-        freed = [] if self.reductions.stream is None else [tensor]
-        if freed and not self.micro_steps.overlap:
-            # DeepSpeed frees its bucket buffers only after the micro-step's buckets were waited for. Recording them on
-            # the reduction stream would delay reuse of their memory, also for micro-steps that the host is ahead.
-            storages = {buffer.untyped_storage().data_ptr() for buffer in bucket.buffer}
-            freed = [part for part in freed if part.untyped_storage().data_ptr() not in storages]
-        self._reduce_bucket([tensor], bucket.params, communication_data_type, freed)
-
-    @override
-    def _buffered_reduce_fallback_preserving_fp32(
-        self,
-        grads: Sequence[Tensor],
-        grad_params: Sequence[BucketEntry],
-        communication_data_type: torch.dtype,
-        elements_per_buffer: int,
-    ) -> None:
-        """Reduce a bucket without ``contiguous_gradients``: the bucket is a list of gradients."""
-        self._clear_previous_reduced_grads()  # gradients of earlier buckets, which are packed by now
-        tensors = [grad.reshape(-1) for grad in grads]
-        self._reduce_bucket(tensors, grad_params, communication_data_type, tensors)
-
-    def _reduce_bucket(
-        self, tensors: list[Tensor], entries: Sequence[BucketEntry], dtype: torch.dtype, freed: Sequence[Tensor]
-    ) -> None:
-        """Reduce a bucket N -> g. ``freed``: tensors that may be freed before it has been waited for."""
-        if entries:
-            last, bucket = self.micro_steps.is_last, self.ipg_buckets[dtype]
-            self.gradients.reduce(tensors, entries, bucket, dtype=dtype, last=last, freed=freed)
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Do nothing: the parent's buckets are not used."""
 
     @override
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
@@ -314,41 +289,13 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         """End a micro-step: flush the buckets and, at the accumulation boundary, reduce g -> os."""
         self.updates.wait_and_free()
         self.setup_buckets()  # in a pipeline stage without trained parameters no hook has set them up
-        boundary = self.is_gradient_accumulation_boundary()
-        self._flush_buckets(boundary and self.strategy.g == Placement.N)
+        accumulates = self.strategy.g == Placement.N
+        at_boundary = self.is_gradient_accumulation_boundary()
+        if at_boundary if accumulates else self.micro_steps.has_begun:
+            self.buckets.flush()
         self.micro_steps.end_micro_step()
         with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
-        if boundary:
-            self._drop_accumulated()
-
-    def _drop_accumulated(self) -> None:
-        """Drop stage 1's accumulated gradients, which are in the shards now. The parent keeps them, so another
-        backward would reduce them again."""
-        for group in self.bit16_groups:
-            for param in group:
-                param.grad_accum = None  # type: ignore[attr-defined]
-
-    def _flush_buckets(self, left_over: bool) -> None:
-        """Reduce the contents of buckets.
-
-        Args:
-            left_over: also reduce gradients accumulated in earlier micro-steps if the last one did not use their
-                parameters. With ``overlap_comm`` stage 1 fills buckets from hooks, which only run for used parameters.
-        """
-        filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
-        self.reduce_ipg_grads()
-        if not left_over:
-            return
-        for bucket in filled:
-            self._fill_other_buffer(bucket)
-        for i, group in enumerate(self.bit16_groups):
-            for param in group:
-                pending = not self.params_already_reduced[self.get_param_id(param)]
-                if pending and param.numel() and self.get_gradient_for_reduction(param) is not None:
-                    self.setup_buckets()
-                    self.reduce_ready_partitions_and_remove_grads(param, i)
-        self.reduce_ipg_grads()
 
     def sync_gradients(self) -> None:
         """Finish all buckets, and complete the gradients of the optimizer's shards; see ``ParoOptimizer``."""
@@ -357,7 +304,8 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         if self.cpu_offload:
             self._wait_for_offload_copies()
         self.shards.clear_padding()  # or it would count in the norm
-        self.micro_steps.learn_usage()
+        self.buckets.learn_order(partial(all_reduce_max, group=self.topology.world))
+        self.buckets.free()
         self.complete_gradients()
         if self.cpu_offload:
             self.shards.pass_to_optimizer()
@@ -478,13 +426,6 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         self.updates.free_partitions()
 
     @override
-    def copy_grads_in_partition(self, param: nn.Parameter, group_idx: int | None = None) -> None:
-        """Record a parameter as used, without a copy: shards are complete after ``sync_gradients``."""
-        if self.cpu_offload:
-            self._offload_accumulated_param_ids.add(self.get_param_id(param))
-        self.clear_grad_attribute(param)
-
-    @override
     def reset_cpu_buffers(self) -> None:
         """Also drop the shards: with offload the parent would add new gradients to the gradients of a skipped step."""
         super().reset_cpu_buffers()
@@ -493,6 +434,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     @override
     def destroy(self) -> None:
         """Also drop gradients of an unfinished accumulation, and remove hooks from the model."""
+        self.buckets.drop()
         self.gradients.drop()
         self.updates.drop()
         super().destroy()

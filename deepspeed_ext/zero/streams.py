@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stream of gradient reductions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,47 +14,50 @@ class ReductionStream:
     """DeepSpeed's stream of gradient reductions, if there is one.
 
     Args:
-        double_buffered: whether DeepSpeed alternates between two buffers of a bucket. The copy into one of them waits
-            for the reductions that were queued before, which may still read it.
+        ordered_by_device: whether to trust devices that order dependent operations of two streams themselves.
+            DeepSpeed's stage 3 does not.
 
     Attributes:
         stream: the stream; None while reductions run on the current stream.
     """
 
-    def __init__(self, double_buffered: bool = False) -> None:
+    def __init__(self, ordered_by_device: bool = False) -> None:
         self.stream: Any = None
-        self._double_buffered = double_buffered
-        # Some devices order dependent operations of two streams themselves. DeepSpeed's stage 3 does not rely on it.
-        self._ordered_by_device = double_buffered and bool(get_accelerator().resolves_data_dependency())
+        self._ordered_by_device = ordered_by_device and bool(get_accelerator().resolves_data_dependency())
 
     def set_stream(self, stream: Any) -> None:
         """Reduce on this stream from now on; None for the current stream."""
         self.stream = stream
 
     @contextmanager
-    def after_current(self, bucket: Any = None, freed: Sequence[Tensor] = ()) -> Iterator[None]:
+    def after_current(self, producers: Iterable[Any] = (), freed: Iterable[Tensor] = ()) -> Iterator[None]:
         """Run on the stream, after all work queued on the current stream.
 
         Args:
-            bucket: a DeepSpeed bucket, which names other streams that fill it.
+            producers: other streams, after whose work this also runs.
             freed: tensors that are read in this context and may be freed on the current stream earlier.
         """
-        stream, current = self.stream, get_accelerator().current_stream()
-        # Other streams may still copy gradients into the bucket.
-        for event in bucket.ready_events.values() if bucket else ():
-            (current if stream is None else stream).wait_event(event)
-        if stream is None:
+        current = get_accelerator().current_stream()
+        stream = self.stream or current
+        for producer in {current, *producers} - {stream} if not self._ordered_by_device else ():
+            stream.wait_stream(producer)  # or a reduction would read gradients that are not written yet
+        if self.stream is None:
             yield
             return
-        if not self._ordered_by_device:
-            for producer in {current, *(bucket.copy_streams if bucket else ())}:
-                stream.wait_stream(producer)  # or a reduction would read gradients that are not written yet
-            if self._double_buffered:
-                current.wait_stream(stream)  # or the next gradients would overwrite a bucket that is being reduced
-            for tensor in freed:
-                tensor.record_stream(stream)  # or their memory would be reused while it is read
+        for tensor in freed:
+            self.record(tensor)
         with get_accelerator().stream(stream):
             yield
+
+    def record(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that is freed on the current stream until this stream has read it."""
+        if self.stream is not None and not self._ordered_by_device:
+            tensor.record_stream(self.stream)  # or its memory would be reused while it is read
+
+    def event(self) -> Any:
+        """Return an event after all work queued so far; None on devices without streams."""
+        stream = self.stream or get_accelerator().current_stream()
+        return None if stream is None or self._ordered_by_device else stream.record_event()
 
     def wait_for_current(self) -> None:
         """Make the stream wait for all work queued on the current stream."""

@@ -48,7 +48,9 @@ class Job:
     clipping: float = 0.5
     groups: int = 1  # parameter groups, with different learning rates
     frozen: Sequence[int] = ()  # layers without gradients
-    skipped: Sequence[tuple[int, int]] = ()  # (micro-step, layer): layers that this micro-step does not use
+    # (micro-step, layer) or (micro-step, layer, rank): layers that this micro-step, or a rank in it, does not use.
+    skipped: Sequence[tuple[int, ...]] = ()
+    unused_as_zeros: bool = False  # whether skipped layers run all the same, and add zero times their output
     overflow: Sequence[tuple[int, int]] = ()  # (micro-step, rank): where the loss becomes infinite
     backward: str = "engine"  # "engine" for engine.backward, "loss" for loss.backward()
     # "engine" decides, "user" sets it, "step" (managed_gradient_accumulation false), or "coalesce": all micro-steps in
@@ -64,7 +66,7 @@ class Job:
     config: dict[str, Any] = field(default_factory=dict)  # further keys of the configuration
 
     def __post_init__(self) -> None:
-        last = max((at for at, _ in (*self.skipped, *self.overflow)), default=0)
+        last = max((at for at, *_ in (*self.skipped, *self.overflow)), default=0)
         assert last < self.steps * self.accumulation, f"micro-step {last} is not run"
 
 
@@ -76,6 +78,8 @@ def placed(name: str, group_size: int = 2, **more: Any) -> dict[str, Any]:
 
 class Network(nn.Module):
     """Layers of any width; any may be left out. One parameter has no elements, and one is never used."""
+
+    unused_as_zeros = False  # see ``Job``
 
     def __init__(self, sizes: Sequence[int], checkpointing: bool | None = None, empty: bool = True) -> None:
         super().__init__()
@@ -96,8 +100,8 @@ class Network(nn.Module):
         """Apply a layer; a skipped one is replaced by a cut or repetition of its input."""
         layer = self.layers[i]
         if i in skipped:
-            width = layer.out_features
-            x = torch.cat([x] * -(-width // x.shape[-1]), -1)[..., :width]
+            width, zeros = layer.out_features, 0.0 * layer(x) if self.unused_as_zeros else 0.0
+            x = torch.cat([x] * -(-width // x.shape[-1]), -1)[..., :width] + zeros
         elif self.checkpointing is not None and i:
             x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.checkpointing)
         else:
@@ -198,6 +202,7 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
         init = deepspeed.zero.Init(config_dict_or_path=configuration(job, zero))
     with init:
         model = (job.network or Network)(job.sizes, job.checkpointing, job.empty)
+    model.unused_as_zeros = job.unused_as_zeros
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, job),
@@ -218,7 +223,7 @@ def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
 
 def micro_step(engine: Any, job: Job, number: int, x: Tensor, y: Tensor) -> float:
     """Run forward and backward; return the loss."""
-    skipped = [layer for at, layer in job.skipped if at == number]
+    skipped = [layer for at, layer, *ranks in job.skipped if at == number and (not ranks or dist.get_rank() in ranks)]
     if len(skipped) == len(job.sizes) - 1:
         x.requires_grad_()  # otherwise there would be no graph
     loss = ((engine(x, skipped) - y) ** 2).float().mean()

@@ -7,33 +7,31 @@ Note [Reduction of flat buffers]
     - g = I or N: buckets are reduced to I, and added to this rank's I-slice. At the boundary the slice is reduced to
       ``os`` once, and dropped.
 
-    At the boundary, windows of slices are reduced between groups, each a part of a stripe. A window is sent as soon as
-    the last micro-batch's backward has completed the parameters of its stripe: Note [Early reduction] in
-    ``boundary.py``. With os = N the sums are gathered inside the group only after all windows: buckets are in flight
+    At the boundary, windows of slices are reduced between groups, each a part of a stripe. A window is sent once the
+    last micro-batch's buckets with the parameters of its stripe have been added: Note [Fixed buckets] in
+    ``buckets.py``. With os = N the sums are gathered inside the group only after all windows: buckets are in flight
     there until then, and operations on one communicator must have one order.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.layout import BucketPlan, parts_of, plan_bucket
+from deepspeed_ext.comm.layout import BucketPlan
 from deepspeed_ext.comm.packing import add_to
 from deepspeed_ext.comm.redistribution import sums_of
-from deepspeed_ext.comm.spans import BufferSpan, Span
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement
-from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.flat.buffers import FlatBuffers
 from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
-from deepspeed_ext.zero.flat.stage12_view import BucketEntry, Stage12View
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
 from deepspeed_ext.zero.shards import Window
 
 
@@ -79,7 +77,10 @@ class FlatGradients:
         mean: factors of the mean.
 
     Attributes:
+        layouts: layouts of all flat buffers.
+        sends_early: whether windows may be sent before the boundary.
         slices: this rank's I-slice of each flat buffer, by number: (rows, chunk).
+        windows: windows of the family's flat buffers, in the order in which they are sent.
     """
 
     def __init__(
@@ -93,16 +94,16 @@ class FlatGradients:
         self.layouts = tuple(buffer.layout for buffer in buffers)
         self._buffers = tuple(buffer.number for buffer in buffers if buffer.family.name == family)
         self._shards, self._mean, self._context = shards, mean, context
-        self._slice_dtype = _wire_dtype(context, context.mixed_dtype(buffers.params()))
+        self._slice_dtype = wire_dtype(context, context.mixed_dtype(buffers.params()))
         windows = buffers.windows([layout.rows for layout in self.layouts], context.reduce_bucket)
-        early = self._bucket_placement == Placement.I and self._inter_queue.unattended
-        own = [window for window in reversed(windows) if window.buffer in self._buffers]
-        self._boundary = Boundary(own, lambda window: window.members, early=early)
+        self.windows = [window for window in reversed(windows) if window.buffer in self._buffers]
+        self.sends_early = self._bucket_placement == Placement.I and self._inter_queue.unattended
+        self._sent: set[Window] = set()  # windows of this accumulation
         self.slices: dict[int, Tensor] = {}
         self._slice_views: dict[BucketPlan, list[Tensor]] = {}  # of each bucket that was added to the slices
 
     def reduce(
-        self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype, complete: Iterable[int] = ()
+        self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype, windows: Sequence[Window] = ()
     ) -> None:
         """Reduce a bucket, and add it to slices or shards.
 
@@ -110,9 +111,9 @@ class FlatGradients:
             tensors: 1D each: the bucket, or one tensor for each of its spans. They are copied at once.
             plan: plan of the bucket.
             dtype: dtype of messages.
-            complete: parameters without further gradients before the boundary; numbers as in ``windows``.
+            windows: windows to send once the bucket has been added, because nothing is added to them afterwards.
         """
-        self._queue.submit(self._bucket_transfer(tensors, plan, dtype), partial(self._accumulate, plan, complete))
+        self._queue.submit(self._bucket_transfer(tensors, plan, dtype), partial(self._accumulate, plan, windows))
 
     def _bucket_transfer(self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype) -> Transfer:
         packed = [self._mean.divide(self._redistribution.pack_bucket(tensors, plan, self._bucket_placement)).to(dtype)]
@@ -135,7 +136,7 @@ class FlatGradients:
 
     def allocate_for_early_reduction(self) -> None:
         """Allocate memory for windows that are sent before the boundary, on the current stream."""
-        if self._bucket_placement == Placement.I and self._inter_queue.unattended:
+        if self.sends_early:
             for buffer in self._buffers:
                 self.allocate(buffer)
                 if self._os != Placement.N:
@@ -149,12 +150,8 @@ class FlatGradients:
 
     @property
     def has_sent(self) -> bool:
-        """Whether gradients of this accumulation have been sent as complete."""
-        return self._boundary.has_sent
-
-    def learn_usage(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Record parameter usage in the first step; see ``Boundary``. Collective, once."""
-        self._boundary.learn_usage(max_over_ranks)
+        """Whether a window of this accumulation has been sent."""
+        return bool(self._sent)
 
     def drain(self) -> None:
         """Wait for all buckets."""
@@ -164,11 +161,11 @@ class FlatGradients:
         """Drop accumulated gradients and transfers."""
         self._queue.drop()
         self._inter_queue.drop()
-        self._boundary.clear()
         self.drop_slices()
 
     def drop_slices(self) -> None:
         """Drop accumulated gradients."""
+        self._sent.clear()
         self._slice_views.clear()
         self.slices.clear()
 
@@ -181,8 +178,8 @@ class FlatGradients:
         self._slice_views.clear()
         self.slices = {buffer: i_slice.to(device) for buffer, i_slice in self.slices.items()}
 
-    def _accumulate(self, plan: BucketPlan, complete: Iterable[int], reduced: Tensor) -> None:
-        """Add a reduced bucket, and start to reduce complete windows between groups."""
+    def _accumulate(self, plan: BucketPlan, windows: Sequence[Window], reduced: Tensor) -> None:
+        """Add a reduced bucket, and start to reduce windows between groups."""
         contents = self._redistribution.bucket_contents(plan, self._bucket_placement)
         sums = sums_of(contents, reduced)
         if self._bucket_placement == Placement.G:
@@ -196,13 +193,13 @@ class FlatGradients:
                     for buffer, span in row.spans
                 ]
             torch._foreach_add_(self._slice_views[plan], sums)
-        self._reduce_between_groups(self._boundary.mark_ready(complete))
+        self._reduce_between_groups(windows)
 
     def finish(self) -> None:
         """Complete the optimizer's shards at the boundary: reduce the remaining windows."""
         if self._bucket_placement == Placement.G:
             return
-        self._reduce_between_groups(self._boundary.pop_remaining())
+        self._reduce_between_groups([window for window in self.windows if window not in self._sent])
         self._inter_queue.drain()  # gathers read the sums of these windows
         if self._os == Placement.N:
             # Sorted: slices are allocated in the order of local gradients, which may differ between ranks.
@@ -217,7 +214,8 @@ class FlatGradients:
         memory is not reused before they end."""
         return (yield from self._redistribution.gather_i_to_n(sums.to(self._slice_dtype).view(-1)))
 
-    def _reduce_between_groups(self, windows: Iterable[Window]) -> None:
+    def _reduce_between_groups(self, windows: Sequence[Window]) -> None:
+        self._sent.update(windows)
         for buffer, span, _ in windows:
             # With one row the window may be a view that hops overwrite, because slices are dropped afterwards.
             window = span.of(self.slices[buffer])
@@ -244,33 +242,6 @@ class FlatGradients:
         self._shards.note_addition()
 
 
-class _PartOfBucket(NamedTuple):
-    """A family's part of a bucket, which recurs in each micro-batch.
-
-    Attributes:
-        gradients: gradients of the family.
-        spans: all spans of the bucket.
-        numbers: numbers of the family's spans among them.
-        plan: plan of the family's spans.
-        positions: positions of the family's parameters in the model.
-        buffers: numbers of the family's flat buffers in the bucket.
-    """
-
-    gradients: FlatGradients
-    spans: list[BufferSpan]
-    numbers: list[int]
-    plan: BucketPlan
-    positions: list[int]
-    buffers: set[int]
-
-    def select(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the family's tensors of a bucket: the bucket, or one tensor for each of its spans."""
-        if len(self.numbers) == len(self.spans):
-            return tensors
-        parts = list(parts_of(tensors, self.spans))
-        return [parts[number] for number in self.numbers]
-
-
 class AllFlatGradients(dict[str, FlatGradients]):
     """Gradients of all families of one optimizer, by family.
 
@@ -286,56 +257,7 @@ class AllFlatGradients(dict[str, FlatGradients]):
             (name, FlatGradients(context, family=name, buffers=buffers, shards=shards, mean=mean))
             for name in context.families
         )
-        self._context, self._buffers = context, buffers
-        self._parts_of_bucket = lru_cache(maxsize=4096)(self._lay_out)  # training repeats the same buckets
-
-    def reduce(
-        self,
-        tensors: Sequence[Tensor],
-        entries: Sequence[BucketEntry],
-        bucket: Any,
-        *,
-        dtype: torch.dtype,
-        last: bool,
-        freed: Sequence[Tensor],
-    ) -> None:
-        """Reduce a bucket N -> g.
-
-        Args:
-            tensors: 1D each: the bucket, or one tensor for each parameter in it. They are copied at once.
-            entries: DeepSpeed's entry of each parameter in the bucket.
-            bucket: DeepSpeed's bucket, which names the streams that fill it.
-            dtype: dtype of the bucket.
-            last: whether the gradients are of the last micro-batch.
-            freed: tensors that may be freed before the bucket has been waited for.
-        """
-        for gradients in self.values() if last else ():
-            gradients.allocate_for_early_reduction()
-        wire_dtype, parts = _wire_dtype(self._context, dtype), self._parts_of_bucket(tuple(entries))
-        for part in parts:
-            for number in part.buffers:
-                part.gradients.allocate(number)
-        with self._context.reductions.after_current(bucket, freed):
-            for part in parts:
-                complete = part.positions if last else ()
-                part.gradients.reduce(part.select(tensors), part.plan, wire_dtype, complete)
-
-    def _lay_out(self, entries: tuple[BucketEntry, ...]) -> list[_PartOfBucket]:
-        """Return each family's part of a bucket."""
-        buffers, members = self._buffers, [self._buffers.param(number, index) for number, index, _ in entries]
-        spans = [
-            (number, Span(buffers[number].offset(param), param.numel()))
-            for (number, *_), param in zip(entries, members, strict=True)
-        ]
-        results = []
-        for gradients in self.values():
-            numbers = [number for number, (buffer, _) in enumerate(spans) if gradients.has(buffer)]
-            if numbers:
-                own = tuple(spans[number] for number in numbers)
-                positions = [buffers.positions[id(members[number])] for number in numbers]
-                plan, numbers_of_buffers = plan_bucket(gradients.layouts, own), {buffer for buffer, _ in own}
-                results.append(_PartOfBucket(gradients, spans, numbers, plan, positions, numbers_of_buffers))
-        return results
+        self._context = context
 
     def complete_shards(self) -> None:
         """Reduce slices to ``os`` at the accumulation boundary, in order on the current stream, and drop them.
@@ -362,6 +284,6 @@ class AllFlatGradients(dict[str, FlatGradients]):
             gradients.to(device)
 
 
-def _wire_dtype(context: Context, dtype: torch.dtype) -> torch.dtype:
+def wire_dtype(context: Context, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients are sent: fp32 with sequence parallelism, as in DeepSpeed."""
     return torch.float32 if context.sequence_parallel_size > 1 else dtype

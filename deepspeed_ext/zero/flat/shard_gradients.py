@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of the optimizer's shards with p = N, on the device or, with optimizer offload, in host memory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,20 +92,15 @@ class ShardGradients:
         Args:
             shards: shards whose gradients have been replaced by updates, with new norms; None for all shards.
         """
-        used = self._optimizer._offload_accumulated_param_ids
-        if shards is not None:
-            used = used | {self._optimizer.get_param_id(member.param) for shard in shards for member in shard.members}
         for number in range(len(self._buffers)) if shards is None else [shard.number for shard in shards]:
-            self._optimizer.norm_for_param_grads.update(self._norms(number, used))
+            self._optimizer.norm_for_param_grads.update(self._norms(number))
             gradient, shard = self._optimizer_gradient(number), self.gradient_of(number)
             if gradient.data_ptr() != shard.data_ptr():
                 gradient.copy_(shard)
 
-    def _norms(self, number: int, used: Iterable[int]) -> dict[int, Tensor]:
-        """Return the norms of gradients of used parameters, and check all for overflows.
-
-        Other parameters have no norm (DeepSpeed's ``ignore_unused_parameters``).
-        """
+    def _norms(self, number: int) -> dict[int, Tensor]:
+        """Return the norms of all gradients, and check them for overflows. Other ranks may have used a parameter that
+        this rank has not."""
         norms, device, shard = {}, get_accelerator().current_device_name(), self.gradient_of(number)
         for param, start, numel in self._positions(number):
             parts = []
@@ -113,6 +108,5 @@ class ShardGradients:
                 on_device = part.to(device)
                 self._optimizer.update_offload_overflow_tracker(on_device)
                 parts.append(on_device.to(get_norm_dtype()).norm(2))
-            if param in used:
-                norms[param] = torch.stack(parts).norm(2)
+            norms[param] = torch.stack(parts).norm(2)
         return norms

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BucketEntry = tuple[int, int, int]  # of DeepSpeed's buckets: parameter group, index in the group, parameter id
-
 
 class Stage12View:
     """Attributes that ``Stage12Optimizer`` inherits, and methods that its parts call.
@@ -42,21 +40,19 @@ class Stage12View:
     groups_padding: list[int]  # elements of padding at the end of this rank's partition, by number
     optimizer: Any  # the torch optimizer, of which each partition is one parameter
     single_partition_of_fp32_groups: list[Any]  # the optimizer's weights by number, 1D; keys of its states
+    _backward_active_depth: int  # nested backwards that run now
     _hp_optimizer_states_linked: bool  # whether all states are linked to parameters, for ``safe_get_full_...``
     # Gradients.
     accumulated_grads_in_cpu: dict[int, Tensor]  # with offload: accumulated gradients by id, views of a partition
     averaged_gradients: dict[int, Any]  # complete gradients of this rank's partition, which a step reads, by number
     groups_lacking_loss_scale: set[int]  # numbers whose gradient was replaced by an update without the loss scale
-    ipg_buckets: dict[torch.dtype, Any]  # buckets that are being filled, by dtype
     norm_for_param_grads: dict[int, Tensor]  # with offload: norms of gradients by id
     offload_gradient_dict: dict[int, Any]  # with offload: gradients of this rank's partition by number
-    params_already_reduced: list[bool]  # whether the gradient of a parameter was put into a bucket, by id
     temp_grad_buffer_for_gpu_offload: Tensor  # with offload: memory for DeepSpeed's own accumulation
-    _offload_accumulated_param_ids: set[int]  # with offload: ids of parameters that were used since the last step
     # Settings.
     autoep_folding_spec: Any  # folding of experts into tensor parallelism
     autoep_folding_tp_group: Any  # ranks over which experts are folded; None without folding
-    contiguous_gradients: bool  # whether gradients are copied to a bucket's buffer as they are computed
+    contiguous_gradients: bool  # whether gradients are copied to the parent's buckets as they are computed
     cpu_offload: bool  # whether optimizer states are in host memory
     dp_process_group: Any  # ranks that share the optimizer states of dense parameters
     gradient_average: bool  # whether sums of gradients are divided by the number of ranks
@@ -70,8 +66,12 @@ class Stage12View:
     reduction_stream: Any  # stream of reductions; None on devices without streams
 
     # DeepSpeed's methods that parts call.
+    clear_grad_attribute: Callable[[nn.Parameter], None]  # drops a gradient, or its sum over micro-batches
+    get_gradient_for_reduction: Callable[[nn.Parameter], Any]  # a gradient, or its sum over micro-batches; or None
     get_param_id: Callable[[nn.Parameter], int]  # id of a parameter
     is_moe_group: Callable[[Mapping[str, Any]], bool]  # whether a parameter group has experts
     update_offload_overflow_tracker: Callable[[Tensor], None]  # checks a gradient for an overflow on the device
+    _gradient_reduction_buffer_dtype: Callable[[], torch.dtype]  # dtype of gradients in buckets
+    _maybe_reduce_autoep_folding_tp_gradient: Callable[[nn.Parameter, Tensor], None]  # corrects experts' gradients
     _get_compact_grad_partition_buffer: Callable[[int], Any]  # gradient of this rank's partition, created if missing
     _record_offload_copy: Callable[[], None]  # records a copy to the host, for ``_wait_for_offload_copies``

@@ -193,6 +193,10 @@ class ShardedGradients:
             early=self._queue.unattended if self._keeps_full else self._sends_early,
             single_gradient=False,
             name=lambda ds_id: name_of[ds_id],
+            advice=(
+                " between groups; in the first step of this run it got only one. Set zero_optimization.overlap_comm "
+                "to false to allow this."
+            ),
             resend="never"
             if not self._reduces_via_i
             else "in the first step"
@@ -249,9 +253,9 @@ class ShardedGradients:
         self._full_gradients.clear()
         self.has_gradients = False
 
-    def learn_usage(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
+    def learn_order(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Record parameter usage in the first step; see ``Boundary``. Collective, once."""
-        self._boundary.learn_usage(max_over_ranks)
+        self._boundary.learn_order(max_over_ranks)
 
     # In a micro-step: N -> g ##########################################################################
 
@@ -351,7 +355,7 @@ class ShardedGradients:
         return cells.div_(self._context.ranks / sequence_parallel_size)
 
     def end_backward(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Called when all gradients of a backward have been passed to ``reduce``. Argument: see ``learn_usage``."""
+        """Called when all gradients of a backward have been passed to ``reduce``. Argument: see ``learn_order``."""
         if self._reduces_via_i:
             self._queue.drain()  # or pieces in flight would be sent as zeros
             self._prepare_accumulator()

@@ -177,7 +177,7 @@ PRIVATE = (
     "import torch, deepspeed.runtime.zero.stage3 as z\n"
     "del z.DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads\n"
 )
-OVERRIDE = "import torch, deepspeed.runtime.zero.stage_1_and_2 as z\ndel z.DeepSpeedZeroOptimizer.average_tensor\n"
+OVERRIDE = "import torch, deepspeed.runtime.zero.stage_1_and_2 as z\ndel z.DeepSpeedZeroOptimizer.reduce_ipg_grads\n"
 GATE = "import torch, deepspeed.runtime.config as c\nc.get_zero_config = lambda param_dict, more: None\n"
 GATE_GONE = "import torch, deepspeed.runtime.config as c, deepspeed.runtime.zero.config as z\ndel c.get_zero_config\n"
 # Of a DeepSpeed that is too new nothing but the gates is patched.
@@ -185,7 +185,7 @@ VERSION = "import deepspeed\ndeepspeed.__version__ = '0.20.1'\n"
 BROKEN = {
     "missing": (MISSING, "deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups no longer exists"),
     "changed": (CHANGED, "all_gather_dp_groups has signature (groups), expected (groups_flat, "),
-    "override": (OVERRIDE, "stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor no longer exists"),
+    "override": (OVERRIDE, "stage_1_and_2.DeepSpeedZeroOptimizer.reduce_ipg_grads no longer exists"),
     "private": (PRIVATE, "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads no longer"),
     "gate": (GATE, "deepspeed.runtime.config.get_zero_config has signature (param_dict, more), expected (param_dict)"),
     "gate gone": (GATE_GONE, "deepspeed.runtime.config.get_zero_config no longer exists"),

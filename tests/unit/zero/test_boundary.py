@@ -42,10 +42,11 @@ def test_buckets_are_sent_in_one_order() -> None:
 
 
 def test_a_member_that_is_complete_twice_counts_once() -> None:
-    boundary = Boundary(["ab", "c"], str, early=True)
+    boundary = Boundary(["ab", "c"], str, early=True, advice=" twice")
     assert [boundary.mark_ready("a"), boundary.mark_ready("a"), boundary.mark_ready("x")] == [[], [], []]
     assert boundary.mark_ready("b") == ["ab"]
-    assert boundary.mark_ready("b") == []
+    with pytest.raises(RuntimeError, match=r"b got another gradient .* reduced twice"):
+        boundary.mark_ready("b")
     boundary.clear()
     assert not boundary.has_sent
     assert boundary.mark_ready("a") == [] and boundary.pop_remaining() == ["ab", "c"]
@@ -54,7 +55,7 @@ def test_a_member_that_is_complete_twice_counts_once() -> None:
 def test_buckets_wait_for_the_boundary_if_early_is_false() -> None:
     boundary = Boundary(["ab", "c"], str, early=False)
     assert boundary.mark_ready("abc") == [] and not boundary.has_sent
-    boundary.learn_usage(lambda used: pytest.fail("ranks need not agree"))
+    boundary.learn_order(lambda used: pytest.fail("ranks need not agree"))
     assert boundary.pop_remaining() == ["ab", "c"]
 
 
@@ -85,13 +86,27 @@ def test_only_parameters_with_one_gradient_are_sent_early() -> None:
     for member in (3, 2, 1, 1, 0):  # 4 is not used, and must not block the others
         assert boundary.mark_ready([member]) == []
     assert boundary.pop_remaining() == buckets
-    boundary.learn_usage(lambda used: used)
+    boundary.learn_order(lambda used: used)
     assert boundary.mark_ready([2, 3]) == [[3], [2]]
     assert boundary.mark_ready([1]) == boundary.mark_ready([0]) == []
-    with pytest.raises(RuntimeError, match=r"layer\.3 got another gradient .*overlap_comm to false"):
+    with pytest.raises(RuntimeError, match=r"layer\.3 got another gradient"):
         boundary.mark_ready([3])
     assert boundary.pop_remaining() == [[1], [0], [4]]
-    boundary.learn_usage(lambda used: pytest.fail("ranks agree once"))
+    boundary.learn_order(lambda used: pytest.fail("ranks agree once"))
+
+
+def test_buckets_are_sorted_by_their_last_members() -> None:
+    boundaries = [Boundary(["ab", "c", "", "d", "e"], str, early=True) for _ in range(2)]
+    for _ in range(2):  # in both micro-batches of the first step
+        for boundary, used in zip(boundaries, ("dbca", "dce"), strict=True):
+            for member in used:
+                boundary.mark_ready(member)
+            boundary.pop_remaining()
+    own: list[Tensor] = []
+    boundaries[0].learn_order(lambda times: own.append(times) or times)
+    boundaries[1].learn_order(lambda times: torch.maximum(times, own[0]))
+    assert boundaries[1].buckets == ["", "d", "c", "e", "ab"]
+    assert boundaries[0].buckets == ["", "d", "c", "ab", "e"]  # as if no rank had used e
 
 
 def test_late_gradients_raise_or_resend_their_bucket() -> None:
@@ -100,7 +115,7 @@ def test_late_gradients_raise_or_resend_their_bucket() -> None:
     for boundary in (first, always):
         assert boundary.mark_ready("ab") == ["a", "b"]
         assert boundary.pop_remaining() == boundary.buckets_to_resend(lambda late: late) == []
-        boundary.learn_usage(lambda used: used)
+        boundary.learn_order(lambda used: used)
         assert boundary.mark_ready("ab") == ["a", "b"]
     assert always.mark_ready("a") == always.pop_remaining() == []
     assert always.buckets_to_resend(lambda late: late) == ["a"]
@@ -183,7 +198,7 @@ def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit
             assert group.sums == {param.ds_id: used.count(param) for param in params}
             assert not group.pieces._pending
         if step == 1:
-            run_with_all_reduce(groups, lambda group, largest: group.boundary.learn_usage(largest))
+            run_with_all_reduce(groups, lambda group, largest: group.boundary.learn_order(largest))
 
 
 def test_neighboring_pieces_are_sent_without_a_copy() -> None:

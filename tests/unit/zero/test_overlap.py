@@ -66,8 +66,8 @@ def bits_case(name: str, details: dict[str, Any]) -> tuple[list[bool], int, bool
     sent: list[Any] = []
     ahead = [False]
 
-    def noting(boundary: Any, members: Any) -> Any:
-        now = ready(boundary, members)
+    def noting(boundary: Any, members: Any, **more: Any) -> Any:
+        now = ready(boundary, members, **more)
         sent.extend(now)
         return now
 
@@ -76,7 +76,7 @@ def bits_case(name: str, details: dict[str, Any]) -> tuple[list[bool], int, bool
         ahead[0] = updates is not None and bool(updates.gathers._started)
 
     keys = placed(name, overlap_comm=True)
-    with mock.patch.object(Boundary, "mark_ready", lambda boundary, members: []):
+    with mock.patch.object(Boundary, "mark_ready", lambda boundary, members, **more: []):
         late = training.train(job, keys)
     without = training.train(job, placed(name, overlap_comm=False))
     with mock.patch.object(Boundary, "mark_ready", noting):
