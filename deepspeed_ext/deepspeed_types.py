@@ -58,6 +58,7 @@ class ZeroConfig(Protocol):
     paro_quantized_updates: Any  # settings of config.settings, or None
     paro_outer_optimizer: Any
     paro_memory_gb: float | None
+    paro_modules: dict[str, str] | str | None
     paro_decision_file: str
     paro_micro_step_seconds: float | None
     stage3_leaf_bytes: bool | int | None

@@ -73,6 +73,12 @@ def states_on_device(engine: Engine, parameters: Iterable[nn.Parameter]) -> Mode
     )
 
 
+def whole_bytes(engine: Engine, parameters: Iterable[nn.Parameter]) -> float:
+    """Return the bytes of parameters that stay whole on an engine's device, without their shards."""
+    dtype, _ = engine.get_data_types()
+    return parameter_nbytes(list(parameters), 2 if dtype.itemsize == 2 else None)
+
+
 def parameter_nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
     """Return the bytes of parameters with ``each`` bytes per element; by default their current size."""
     return float(sum(numel_of(p) * (each or p.element_size()) for p in parameters))

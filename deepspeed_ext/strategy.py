@@ -19,10 +19,11 @@ Note [Placements, moves and strategies]
 """
 
 import functools
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import Enum, IntEnum
 
 # A model is reduced in at least this many buckets, so that one travels while the others are computed ...
@@ -170,6 +171,9 @@ class ModelStates:
     updated: float
     optimizer: float
 
+    def __sub__(self, part: "ModelStates") -> "ModelStates":
+        return ModelStates(*map(operator.sub, astuple(self), astuple(part)))
+
     @classmethod
     def of(
         cls,
@@ -239,21 +243,27 @@ class Strategy:
             return 3
         return 2 if self.g > Placement.N else 1
 
-    def phases(self, sizes: GroupSizes, states: ModelStates) -> tuple[Phase, ...]:
+    def phases(self, sizes: GroupSizes, states: ModelStates, whole: bool = False) -> tuple[Phase, ...]:
         """Return the moves of a step in order, including empty ones.
 
         If optimizer states are coarser than G, an all-reduce is a reduce to G and a gather back.
+
+        Args:
+            sizes: ranks and groups.
+            states: the states that are moved.
+            whole: whether their parameters also stay whole on every rank (``paro_modules``).
         """
         move = functools.partial(redistribution_volume, sizes)
         n, g = Placement.N, Placement.G
+        used, updates = (0.0, "gather whole updates") if whole else (states.parameters, "gather updates")
         gradients, updated = states.gradients, states.updated
         return (
             # For forward, and again for backward.
-            Phase("gather parameters", Direction.GATHER, move(self.p, n, states.parameters), each_micro_step=2),
+            Phase("gather parameters", Direction.GATHER, move(self.p, n, used), each_micro_step=2),
             Phase("reduce gradients", Direction.REDUCE, move(n, self.g, gradients), each_micro_step=1),
             Phase("reduce at the boundary", Direction.REDUCE, move(self.g, g, gradients)),
             Phase("gather at the boundary", Direction.GATHER, move(g, self.os, gradients)),
-            Phase("gather updates", Direction.GATHER, move(self.os, self.p, updated)),
+            Phase(updates, Direction.GATHER, move(self.os, n if whole else self.p, updated)),
         )
 
     def volume(self, sizes: GroupSizes, states: ModelStates, accumulation: int = 1) -> Volume:

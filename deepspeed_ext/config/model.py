@@ -15,12 +15,15 @@ from deepspeed_ext.config.keys import (
     CACHE_BYTES,
     FASTEST,
     FASTEST_KEYS,
+    FILL,
     GROUP_SIZE,
     LEAF_BYTES,
     LOCO,
     MAX_LIVE,
+    MEMORY,
     MICS_HIERARCHICAL,
     MICS_SIZE,
+    MODULES,
     OUTER,
     OVERLAP_UPDATES,
     QUANTIZED,
@@ -58,6 +61,10 @@ def _check_strategy_name(name: str | None) -> str | None:
     return name if name in (None, FASTEST) else parse_strategy(name, f", or {FASTEST}").name
 
 
+def _are_whole(patterns: Mapping[str, str]) -> bool:
+    return set(patterns.values()) <= {Placement.N.name}
+
+
 def _parse_settings(kind: type[Settings]) -> BeforeValidator:
     return BeforeValidator(lambda given: None if given is None else kind.parse(given))
 
@@ -86,6 +93,13 @@ class ParoConfig(BaseModel):
     ] = BACKEND
     """Order of gradient sums. "ordered": [between groups in rank order](../zero/README.md#ordered-sums), in fp32, on
     every backend. "ordered_everywhere": also within groups. "backend": as the backend sums."""
+    paro_modules: Annotated[
+        dict[str, str] | str | None,
+        Predicate(lambda given: given in (None, FILL) if not isinstance(given, dict) else _are_whole(given)),
+        key_field(f'a dictionary of patterns of module names with the value "N", as {{"visual.*": "N"}}, or "{FILL}"'),
+    ] = None
+    """With p = I or G: modules whose parameters [stay whole on every rank](../zero/modules.md). "fill": as many as
+    `paro_memory_gb` allows."""
     paro_quantized_updates: Annotated[
         UpdateSettings | None, _parse_settings(UpdateSettings), key_field(expected_dictionary(UpdateSettings))
     ] = None
@@ -108,7 +122,8 @@ class ParoConfig(BaseModel):
             gt=0,
         ),
     ] = None
-    """With `"fastest"`: memory for model states; the rest is for activations and buffers."""
+    """With `"fastest"`, and with `paro_modules` "fill": memory for model states; the rest is for activations and
+    buffers."""
     paro_decision_file: Annotated[str, key_field("the path of a file", min_length=1)] = "paro_decision.json"
     """With `"fastest"`: file that stores the decision for later runs."""
     paro_micro_step_seconds: Annotated[
@@ -230,7 +245,7 @@ class ParoConfig(BaseModel):
     def _refuse_without_strategy(self, section: Mapping[str, Any]) -> None:
         """Refuse keys that do nothing without a strategy."""
         for key in section:
-            if key in (GROUP_SIZE, OVERLAP_UPDATES, REDUCE, OUTER, CACHE_BYTES, *FASTEST_KEYS):
+            if key in (GROUP_SIZE, OVERLAP_UPDATES, REDUCE, MODULES, OUTER, CACHE_BYTES, *FASTEST_KEYS):
                 raise ValueError(
                     f"{SECTION}.{key} is set ({section[key]!r}) without {SECTION}.{STRATEGY}: "
                     f"add a strategy, one of {hyphenated(STRATEGIES)}, or remove {key}."
@@ -246,11 +261,28 @@ class ParoConfig(BaseModel):
                 raise ValueError(
                     f"{SECTION}.stage must be 1, 2 or 3 (or absent) with {STRATEGY} {FASTEST}, got {stage!r}."
                 )
-            return
-        for key in FASTEST_KEYS:
-            if key in section:
+            if self.paro_modules:
                 raise ValueError(
-                    f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {strategy}. Remove {key}."
+                    f"{SECTION}.{MODULES} cannot be combined with {STRATEGY} {FASTEST}. Name a strategy with p = I or "
+                    f"G, or remove {MODULES}."
+                )
+            return
+        if self.paro_modules and strategy.p == Placement.N:
+            raise ValueError(
+                f"{SECTION}.{MODULES} keeps parameters whole that a strategy shards, but {STRATEGY} {strategy} shards "
+                f"none. Use a strategy with p = I or G, or remove {MODULES}."
+            )
+        fills, of_fill = self.paro_modules == FILL, f' and {MODULES} "{FILL}"'
+        if fills and self.paro_memory_gb is None:
+            raise ValueError(
+                f'{SECTION}.{MODULES} "{FILL}" needs to know how much memory to fill: add {SECTION}.{MEMORY}, the GB '
+                f"(10^9 bytes) that model states may take on each rank."
+            )
+        for key in FASTEST_KEYS:
+            if key in section and not (fills and key == MEMORY):
+                raise ValueError(
+                    f"{SECTION}.{key} is for {STRATEGY} {FASTEST}{of_fill if key == MEMORY else ''}, got {STRATEGY} "
+                    f"{strategy}. Remove {key}."
                 )
         if stage not in (None, 0, strategy.stage):
             raise ValueError(

@@ -55,7 +55,7 @@ class Compression:
     def volume(self, phase: Phase, gradient_bytes: float, parameter_bytes: float) -> Volume:
         """Return the bytes that a rank receives in a phase of a step.
 
-        Reductions and gathered sums shrink between groups. Updated parameters are decoded on their final ranks, so
+        Reductions and gathered sums shrink between groups. Updated parameters are decoded on the ranks that have p, so
         with p = N they shrink inside the group as well. One update in ``resync_T`` is sent unquantized.
 
         Args:
@@ -68,12 +68,12 @@ class Compression:
         # Gathers for forward and backward are exact, and nothing is quantized within one group.
         if phase.kind == Direction.REDUCE or self.updates is None or phase.each_micro_step or not inter:
             return phase.volume
-        if phase.name == "gather updates":
+        if phase.name in ("gather updates", "gather whole updates"):
             exact_bits = BITS * parameter_bytes
             ratio = (
                 self.updates.wire_bits + (exact_bits - self.updates.wire_bits) / self.updates.resync_T
             ) / exact_bits
-            return Volume(intra * ratio, inter * ratio)
+            return Volume(intra * (ratio if phase.name == "gather updates" else 1.0), inter * ratio)
         return Volume(intra, inter * self.updates.sums.wire_bits / (BITS * gradient_bytes))
 
     def error_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:

@@ -50,7 +50,8 @@ class Prediction:
         transient: other bytes that a step holds: the fp32 gradient for the optimizer, or, before that, Muon's momentum
             until the step is known to be applied; the largest gathered layer, or unit and its gradients; the error
             feedback before and after the step (Note [Bucket errors]); windows of updates that are copied to host
-            memory; the parts that ordered sums receive. Activations and other buckets are not included.
+            memory; the parts that ordered sums receive; full gradients of parameters that stay whole. Activations and
+            other buckets are not included.
         host: bytes in host memory.
         volume: bytes received in a step; ``of_experts``: the part that belongs to experts.
         seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and between
@@ -120,11 +121,11 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
 def _prediction(
     strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, compression: Compression, overlap: Overlap
 ) -> Prediction:
-    families = model.families(sizes)
+    families = model.families(sizes, strategy.p)
     host_copies = count_copies(strategy, families, compression)
     volumes, (use, reduce, cross, back, updates) = _moves(strategy, families, model, rates, compression, host_copies)
     exchanged = [strategy.exchange(ranks, family.matrices) for ranks, family in families]
-    of_experts = sum([*volumes[1:], *exchanged[1:]], Volume())
+    of_experts = sum((part for each in (volumes, exchanged) for part in each[1 : 1 + len(model.experts)]), Volume())
     memory, host = held_bytes(strategy, families)
     step = Step(
         use,
@@ -140,7 +141,7 @@ def _prediction(
         # The states on the device: 0 if they are offloaded, since the host's update is not modeled.
         update=UPDATE_TRAFFIC * memory.optimizer / rates.memory,
         overlap=overlap,
-        orthogonalize=_orthogonalize_seconds(strategy, families),
+        orthogonalize=_orthogonalize_seconds(strategy, families, model),
     )
     return Prediction(
         strategy.name,
@@ -151,7 +152,7 @@ def _prediction(
         transient=sum(transient_bytes(strategy, ranks, family, compression) for ranks, family in families)
         + host_copies.windows,
         host=host,
-        volume=volumes[0] + exchanged[0] + of_experts,
+        volume=sum([*volumes, *exchanged], Volume()),
         seconds=step.seconds(),
         busy=step.busy(),
         of_experts=of_experts,
@@ -169,13 +170,15 @@ def _moves(
     """Return the bytes that a rank receives in a step, by family, and the moves. Excludes Muon's exchange."""
     sharded, moves = strategy.p != Placement.N, []
     volumes = [Volume() for _ in families]
-    phases_by_family = zip(*(strategy.phases(ranks, family.states) for ranks, family in families), strict=True)
+    phases_by_family = zip(
+        *(strategy.phases(ranks, family.states, family.is_whole) for ranks, family in families), strict=True
+    )
     for phases, by_layer in zip(phases_by_family, (sharded, False, False, False, sharded), strict=True):
         within = between = 0.0
         units, hops = 0, rates.for_direction(phases[0].kind)
         for index, (phase, (_, family)) in enumerate(zip(phases, families, strict=True)):
             volume = compression.volume(phase, model.gradient_bytes, family.updated_bytes)
-            messages = family.fetches if by_layer else family.buckets
+            messages = family.fetches if by_layer and not family.is_whole else family.buckets
             volumes[index] += volume * model.times(phase)
             within += hops.intra.seconds(volume.intra, messages)
             between += hops.inter.seconds(volume.inter, messages)
@@ -197,9 +200,8 @@ def _exchange(exchanged: Sequence[Volume], layers: int, rates: Rates) -> Move:
     return Move(within, between, rounds)
 
 
-def _orthogonalize_seconds(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> float:
+def _orthogonalize_seconds(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], model: Model) -> float:
     """Return the seconds for which a rank orthogonalizes its shares of all families, in proportion to their bytes."""
-    (_, model), *_ = families
     shares = [ranks.group_size if strategy.os == Placement.N else ranks.shards(strategy.os) for ranks, _ in families]
     if len(families) == 1 or not model.all_matrices:
         return model.orthogonalizing / shares[0]

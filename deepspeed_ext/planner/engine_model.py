@@ -25,6 +25,7 @@ from deepspeed_ext.planner.memory import HostParameters, Model
 from deepspeed_ext.planner.models import describe
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import ModelStates
+from deepspeed_ext.zero.module_placements import whole_parameters
 
 
 def describe_engine(engine: Engine, model: nn.Module) -> Model:
@@ -41,6 +42,7 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
     elements = sum(map(numel_of, model.parameters()))
     # ZeRO-3 then keeps all parameters from forward to backward.
     keeps_gathered = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
+    whole = description.whole
     return replace(
         description,
         held=states_on_device(engine, dense_parameters(model)),
@@ -48,6 +50,7 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
             replace(family, held=states_on_device(engine, params))
             for family, params in zip(description.experts, experts_by_size(model).values(), strict=True)
         ),
+        whole=None if whole is None else replace(whole, held=states_on_device(engine, whole_parameters(model))),
         regathered=not keeps_gathered,
         streams=not get_accelerator().is_synchronized_device(),
         overlap=configured_value(config._param_dict, "overlap_comm"),
@@ -74,17 +77,24 @@ def _host_parameters(config: Config) -> HostParameters | None:
 
 def max_over_ranks(model: Model) -> Model:
     """Return the maximum over all ranks, which may hold different models with tensor parallelism."""
-    pairs = [(model.states, model.held), *((family.states, family.held) for family in model.experts)]
+    parts = [*model.experts, *([] if model.whole is None else [model.whole])]
+    pairs = [(model.states, model.held), *((part.states, part.held) for part in parts)]
     all_states = [states for pair in pairs for states in pair if states is not None]
     plain = model.without_units or (model.fetches, model.largest_layer)
     numbers = [model.largest_layer, model.fetches, *plain, model.regathered, model.matrices]
-    numbers += [family.matrices for family in model.experts]
+    numbers += [part.matrices for part in parts]
     maxima = reduce_integers(
         [*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX
     )
     largest, fetches, plain_fetches, plain_largest, regathered, matrices, *state_values = maxima
-    expert_volume, state_values = state_values[: len(model.experts)], state_values[len(model.experts) :]
+    part_matrices, state_values = state_values[: len(parts)], state_values[len(parts) :]
     max_states = [ModelStates(*state_values[start : start + 4]) for start in range(0, len(state_values), 4)]
+    parts = [
+        replace(
+            part, states=max_states[2 * number], held=max_states[2 * number + 1], matrices=part_matrices[number - 1]
+        )
+        for number, part in enumerate(parts, 1)
+    ]
     return replace(
         model,
         states=max_states[0],
@@ -94,15 +104,8 @@ def max_over_ranks(model: Model) -> Model:
         without_units=(int(plain_fetches), plain_largest),
         regathered=bool(regathered),
         matrices=matrices,
-        experts=tuple(
-            replace(
-                family,
-                states=max_states[2 * number],
-                held=max_states[2 * number + 1],
-                matrices=expert_volume[number - 1],
-            )
-            for number, family in enumerate(model.experts, 1)
-        ),
+        experts=tuple(parts[: len(model.experts)]),
+        whole=None if model.whole is None else parts[-1],
     )
 
 

@@ -48,7 +48,7 @@ from deepspeed_ext.planner.engine_model import (
     measure_rates,
     reduce_integers,
 )
-from deepspeed_ext.planner.memory import Experts, Model
+from deepspeed_ext.planner.memory import Model, Part
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenate
 from deepspeed_ext.version import __version__
@@ -184,7 +184,7 @@ def _memory_budget(config: Config, model: nn.Module) -> float:
     return least
 
 
-def _experts_input(experts: Experts) -> dict[str, Any]:
+def _experts_input(experts: Part) -> dict[str, Any]:
     """Return the fields of experts as inputs; older decisions do not have ``matrices``."""
     return {key: value for key, value in asdict(experts).items() if key != "matrices" or value}
 

@@ -106,12 +106,12 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The experts of one expert-parallel size: a family with fewer data-parallel ranks. Each rank has some experts.
+class Part:
+    """Parameters with costs of their own: whole modules, or the experts of one expert-parallel size.
 
     Attributes:
-        size: expert-parallel size: number of neighboring ranks that together have all experts.
-        states, held, fetches, matrices: as in ``Model``, for the experts that one rank has.
+        size: number of neighboring ranks that together have all of them: 1, or the expert-parallel size.
+        states, held, fetches, matrices: as in ``Model``, for those that one rank has.
     """
 
     size: int
@@ -143,7 +143,9 @@ class Model:
         overlap_updates: ``paro_overlap_updates``: with p = N, updated parameters are gathered in the next forward.
         matrices: bytes of the dense matrices that Muon needs unsharded, as communicated.
         orthogonalizing: seconds in which one rank would orthogonalize all of its matrices, experts' included.
-        experts: experts of expert parallelism.
+        experts: experts of expert parallelism, each size a family with fewer data-parallel ranks.
+        whole: dense parameters that stay whole on every rank with p = I and G (``paro_modules``); None for none.
+        is_whole: whether all parameters do.
         host: settings of sharded parameters in host memory; None if they are on the device.
         ordered: hops with ordered sums of gradients (``paro_reduce``), of "intra" and "inter".
     """
@@ -163,7 +165,9 @@ class Model:
     overlap_updates: bool = False
     matrices: float = 0.0
     orthogonalizing: float = 0.0
-    experts: tuple[Experts, ...] = ()
+    experts: tuple[Part, ...] = ()
+    whole: Part | None = None
+    is_whole: bool = False
     host: HostParameters | None = None
     ordered: tuple[str, ...] = ()
 
@@ -198,7 +202,7 @@ class Model:
         dense, of_rank = parameters - experts, experts // expert_parallel
         states, expert_states = ModelStates.of(dense, trainable, **each), ModelStates.of(of_rank, **each)
         trained = round((states.gradients + expert_states.gradients) / gradient_width)
-        family = Experts(
+        family = Part(
             expert_parallel, expert_states, None, max(1, of_rank // FETCHED), expert_states.gradients if muon else 0.0
         )
         return cls(
@@ -211,29 +215,41 @@ class Model:
             experts=(family,) if experts else (),
         )
 
-    def families(self, sizes: GroupSizes) -> list[tuple[GroupSizes, "Model"]]:
-        """Return each family of parameters as a model, with its group sizes; the dense family is first."""
-        alone = [
-            (
-                sizes.of_experts(family.size),
-                replace(
-                    self,
-                    states=family.states,
-                    held=family.held,
-                    fetches=family.fetches,
-                    largest_layer=0.0,
-                    without_units=None,
-                    matrices=family.matrices,
-                    experts=(),
-                ),
-            )
-            for family in self.experts
-        ]
-        return [(sizes, self), *alone]
+    def families(self, sizes: GroupSizes, p: Placement = Placement.N) -> list[tuple[GroupSizes, "Model"]]:
+        """Return each family of parameters as a model, with its group sizes.
+
+        The first are dense parameters, then experts, and, if ``p`` shards parameters, those that stay whole.
+        """
+        alone = [(sizes.of_experts(part.size), self._only(part)) for part in self.experts]
+        if self.whole is None or p == Placement.N:
+            return [(sizes, self), *alone]
+        held = None if self.held is None or self.whole.held is None else self.held - self.whole.held
+        rest = replace(
+            self,
+            states=self.states - self.whole.states,
+            held=held,
+            fetches=max(1, self.fetches - self.whole.fetches),
+            matrices=self.matrices - self.whole.matrices,
+        )
+        return [(sizes, rest), *alone, (sizes, replace(self._only(self.whole), is_whole=True))]
+
+    def _only(self, part: Part) -> "Model":
+        """Return a part as a model."""
+        return replace(
+            self,
+            states=part.states,
+            held=part.held,
+            fetches=part.fetches,
+            largest_layer=0.0,
+            without_units=None,
+            matrices=part.matrices,
+            experts=(),
+            whole=None,
+        )
 
     def as_plain(self, strategy: Strategy, bucket: int) -> "Model":
         """Return the model under the plain stage that equals a strategy: without units or ordered sums."""
-        plain = replace(self, bucket=bucket, without_units=None, ordered=())
+        plain = replace(self, bucket=bucket, without_units=None, ordered=(), whole=None)
         if strategy.p == Placement.N or self.without_units is None:
             return plain
         fetches, largest_layer = self.without_units
@@ -287,7 +303,7 @@ def count_copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]
     total = Copies()
     for number, (ranks, family) in enumerate(families):
         host = family.host if family.host is None or not number else replace(family.host, cache=0.0)
-        total += Copies.for_strategy(
+        copies = Copies.for_strategy(
             host,
             strategy,
             ranks,
@@ -296,6 +312,7 @@ def count_copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]
             offloaded_optimizer=not (family.held or family.states).optimizer,
             window=family.bucket * family.updated_bytes,
         )
+        total += replace(copies, use=0.0) if family.is_whole else copies
     return total
 
 
@@ -308,7 +325,9 @@ def held_bytes(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]])
 
     on_device = _total([strategy.memory(ranks, held(family)) for ranks, family in families])
     total = _total([strategy.memory(ranks, family.states) for ranks, family in families])
-    return on_device, (total.parameters - on_device.parameters) + (total.optimizer - on_device.optimizer)
+    in_host = (total.parameters - on_device.parameters) + (total.optimizer - on_device.optimizer)
+    whole = sum(family.states.parameters for _, family in families if family.is_whole)  # in addition to shards
+    return replace(on_device, parameters=on_device.parameters + whole), in_host
 
 
 def _total(parts: Sequence[StateBytes]) -> StateBytes:
@@ -322,7 +341,9 @@ def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, compres
     if states.optimizer:  # not both: Muon's new momentum is committed or dropped before gradients are cast to fp32
         elements = trainable if states.gradients < 4 * trainable else model.matrices / model.gradient_bytes
         total += 4 * elements / sizes.shards(strategy.os)
-    if strategy.p != Placement.N:
+    if model.is_whole:
+        total += model.states.updated if strategy.g != Placement.N else 0.0  # full gradients, until a backward ends
+    elif strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
     total += _received_parts(strategy, sizes, model, "inter" in model.ordered and compression.loco is None)
     return total + 2 * compression.error_bytes(strategy, sizes, trainable)  # before and after the step

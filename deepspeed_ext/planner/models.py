@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts a model's bytes, layers and FLOPs for the planner."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,10 @@ from deepspeed_ext.model_bytes import (
     muon_parameters,
     parameter_nbytes,
 )
-from deepspeed_ext.planner.memory import BUCKET, Experts, Model
+from deepspeed_ext.planner.memory import BUCKET, Model, Part
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
+from deepspeed_ext.zero.module_placements import whole_parameters
 
 MAX_LIVE = 10**9  # elements; DeepSpeed's default stage3_max_live_parameters
 MAX_TOKENS = 2048  # maximum tokens of a sample: most models have longer contexts than they are trained on
@@ -51,16 +52,17 @@ def describe(
         raise ValueError(f"expected a model with parameters, got a {type(model).__name__} without.")
     width = gradient_bytes or parameter_bytes or first.element_size()
     units = units or default_settings(model, MAX_LIVE)
-    fetches, largest_layer = _count_fetches(model, units, parameter_bytes)
+    whole_params = whole_parameters(model)
+    fetches, _ = _count_fetches(model, units, parameter_bytes)
+    sharded_fetches, largest_layer = _count_fetches(model, units, parameter_bytes, whole_params)
     states = count_states(dense_parameters(model), parameter_bytes, width)
+
+    def part(size: int, params: list[nn.Parameter], fetches: int) -> Part:
+        matrices = float(width * sum(map(numel_of, muon_parameters(params))))
+        return Part(size, count_states(params, parameter_bytes, width), fetches=fetches, matrices=matrices)
+
     experts = tuple(
-        Experts(
-            size,
-            count_states(params, parameter_bytes, width),
-            fetches=len(list(_layers_with(model, params))),
-            matrices=float(width * sum(map(numel_of, muon_parameters(params)))),
-        )
-        for size, params in experts_by_size(model).items()
+        part(size, params, len(list(_layers_with(model, params)))) for size, params in experts_by_size(model).items()
     )
     elements = round((states.gradients + sum(family.states.gradients for family in experts)) / width)
     return Model(
@@ -73,6 +75,7 @@ def describe(
         bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, muon_parameters(dense_parameters(model))))),
         experts=experts,
+        whole=part(1, whole_params, fetches - sharded_fetches) if whole_params else None,
     )
 
 
@@ -141,9 +144,17 @@ def _layers_with(model: nn.Module, owned_params: list[nn.Parameter]) -> Iterator
     return (module for module in model.modules() if any(id(p) in param_ids for p in module.parameters(recurse=False)))
 
 
-def _count_fetches(model: nn.Module, units: Settings, parameter_bytes: int | None) -> tuple[int, float]:
-    """Return how many fetches have dense parameters, and the bytes of the largest fetch, with a unit's gradients."""
-    dense_ids, layers = {id(param) for param in dense_parameters(model)}, list(_fetches(model, units))
+def _count_fetches(
+    model: nn.Module, units: Settings, parameter_bytes: int | None, without: Sequence[nn.Parameter] = ()
+) -> tuple[int, float]:
+    """Return how many fetches have dense parameters, and the bytes of the largest fetch, with a unit's gradients.
+
+    Args:
+        without: parameters that are not fetched.
+    """
+    left_out = set(map(id, without))
+    dense_ids = {id(param) for param in dense_parameters(model)} - left_out
+    layers = [([p for p in layer if id(p) not in left_out], is_unit) for layer, is_unit in _fetches(model, units)]
     return max(1, sum(any(id(param) in dense_ids for param in layer) for layer, _ in layers)), max(
         parameter_nbytes(layer, parameter_bytes)
         + is_unit * parameter_nbytes([param for param in layer if param.requires_grad], parameter_bytes)

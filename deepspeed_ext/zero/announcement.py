@@ -10,15 +10,17 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
 
 from deepspeed_ext.comm.process_groups import ranks_per_node
-from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
+from deepspeed_ext.config.keys import GROUP_SIZE, MODULES, OVERLAP_UPDATES, SECTION, STRATEGY
 from deepspeed_ext.config.model import PLAIN
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.model_bytes import states_on_device
+from deepspeed_ext.leaf.modules import numel_of
+from deepspeed_ext.model_bytes import whole_bytes
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, hyphenate
 from deepspeed_ext.version import __version__
-from deepspeed_ext.zero.families import DENSE, Topologies, experts_of, family_of
+from deepspeed_ext.zero.families import DENSE, Topologies, experts_of, states_of_families
+from deepspeed_ext.zero.module_placements import shorten, whole_parameters
 
 
 def log_strategy(
@@ -51,7 +53,7 @@ def log_strategy(
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
         f"over {n} data-parallel ranks in {k} group(s) of {m}{_equivalent_stage(strategy, topology.sizes, compressed)}"
         f"{''.join(_experts_text(name, topologies[name].sizes) for name in experts_of(topologies))}{hint}"
-        f"{_outer_text(outer)}"
+        f"{_outer_text(outer)}{'' if strategy.p == Placement.N else _whole_text(engine)}"
         f"{defaults}",
         ranks=[0],
         level=logging.INFO if chosen else logging.WARNING,
@@ -86,19 +88,30 @@ def _outer_text(settings: OuterSettings | None) -> str:
     return f"; groups train independently, with an outer step every {settings.steps} steps ({values})"
 
 
+def _whole_text(engine: Engine) -> str:
+    """Describe the parameters that stay whole."""
+    params = whole_parameters(engine.module)
+    if not params:
+        return ""
+    patterns = engine._config.zero_config.paro_modules
+    named = f'"{patterns}"' if isinstance(patterns, str) else shorten(list(patterns or ()))
+    return (
+        f"; whole on each rank ({MODULES} {named}): {sum(map(numel_of, params)):,} parameters, "
+        f"{whole_bytes(engine, params) / 1e9:.3g} GB"
+    )
+
+
 def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine) -> None:
     """Warn on rank 0 if the model states of a rank exceed its device's memory by the formula."""
     available = get_accelerator().total_memory()
     if get_accelerator().device_name() == "cpu":
         available /= ranks_per_node() or 1
     topology = topologies[DENSE]
-    params_of = {
-        name: [param for param in engine.module.parameters() if family_of(param) == name] for name in topologies
-    }
-    parts = [(topologies[name].sizes, states_on_device(engine, params)) for name, params in params_of.items()]
+    parts, whole = states_of_families(topologies, engine), whole_bytes(engine, whole_parameters(engine.module))
 
     def total(row: Strategy) -> float:
-        return sum(row.memory(sizes, states).total for sizes, states in parts)
+        states_of_rank = sum(row.memory(sizes, states).total for sizes, states in parts)
+        return states_of_rank + (whole if row.p != Placement.N else 0.0)
 
     needed = total(strategy)
     if needed <= available:

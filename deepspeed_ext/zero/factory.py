@@ -29,6 +29,8 @@ from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.announcement import log_strategy, warn_if_too_large
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, Families, Topologies, allow_sharded_experts, families_of, topologies_of
+from deepspeed_ext.zero.filling import modules_that_fit
+from deepspeed_ext.zero.module_placements import mark_whole
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 from deepspeed_ext.zero.sharded.coordinator import use_coordinator
@@ -102,6 +104,11 @@ def build_optimizer(
     topology = get_topology(engine.seq_data_parallel_group, engine._config.zero_config.paro_group_size, alone=alone)
     topologies = topologies_of(engine, topology, alone=alone)
     changed_defaults = use_overlap_defaults(engine._config, strategy)
+    if strategy.p != Placement.N:
+        patterns = engine._config.zero_config.paro_modules or {}
+        if isinstance(patterns, str):  # "fill"
+            patterns = modules_that_fit(engine, strategy, topologies)
+        mark_whole(engine.module, patterns)
     log_strategy(strategy, topologies, engine, changed_defaults=changed_defaults, outer=outer)
     if strategy.p != Placement.N:
         choose_by_budget(engine._config.zero_config, engine.module)
@@ -255,7 +262,11 @@ def _make_inference(
     with use_coordinator(topologies[DENSE].shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(*call.args, **call.kwargs)
     context = _context(call, config, strategy, families_of(topologies, topologies, hops.gather))
-    ShardedParameters(context, module=call.args[0], offload=offload, settings=GatherSettings.from_config(config))
+    parameters = ShardedParameters(
+        context, module=call.args[0], offload=offload, settings=GatherSettings.from_config(config)
+    )
+    parameters.whole.gather()
+    parameters.whole.wait()
     return offload
 
 

@@ -59,7 +59,9 @@ from deepspeed_ext.comm.process_groups import Topology, get_subtopology
 from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
 from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.model_bytes import states_on_device
 from deepspeed_ext.overrides import replace_attributes
+from deepspeed_ext.strategy import GroupSizes, ModelStates
 
 DENSE = "dense"
 EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
@@ -139,6 +141,14 @@ def topologies_of(engine: Engine, dense: Topology, alone: bool) -> Topologies:
     # Sorted: topologies must be created in the same order on all ranks.
     ranks = {name: engine.expert_data_parallel_group[name] for name in sorted(used)}
     return {DENSE: dense, **{name: get_subtopology(group, dense, alone) for name, group in ranks.items()}}
+
+
+def states_of_families(topologies: Topologies, engine: Engine) -> list[tuple[GroupSizes, ModelStates]]:
+    """Return the group sizes of each family, and the states that an engine's device would have without sharding."""
+    params_of: dict[str, list[nn.Parameter]] = {name: [] for name in topologies}
+    for param in engine.module.parameters():
+        params_of[family_of(param)].append(param)
+    return [(topologies[name].sizes, states_on_device(engine, params)) for name, params in params_of.items()]
 
 
 def families_of(

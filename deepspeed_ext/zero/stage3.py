@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafGradients
-from deepspeed_ext.overrides import check_overrides, override
+from deepspeed_ext.overrides import check_overrides, override, replace_attributes
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from deepspeed_ext.zero.context import Context
@@ -80,6 +80,8 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         # The norm counts parameters of all pipeline stages, but replicated ones of one tensor-parallel rank only.
         if self.model_parallel_group is not None:
             self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
+        self.parameters.whole.gather()
+        self.parameters.whole.wait()  # the first forward may read one outside of its module
 
     # Parameters #######################################################################################
 
@@ -154,10 +156,10 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
         """Put a complete gradient into a bucket, or store it unreduced until the boundary."""
-        if self.strategy.g != Placement.N:
+        if self.strategy.g != Placement.N and not self.reduction.waits(param):
             super().reduce_ready_partitions_and_remove_grads(param)
             self.reduction.reduce_if_full(self.context.message_dtype(param))
-        elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
+        elif self.reduction.keeps_full and not self._coalesce_grad_reduction:
             self.reduction.keep_full(param)
 
     @override
@@ -324,13 +326,10 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """
         if not self._starts_updates_early:
             self.parameters.gather_updates()
-        persistent = self.persistent_parameters
-        if self.parameters.has_slices:
-            self.persistent_parameters = []
-        try:
+        persistent = [] if self.parameters.has_slices else self.persistent_parameters
+        with replace_attributes(self, persistent_parameters=persistent):
             super()._post_step(timer_names)
-        finally:
-            self.persistent_parameters = persistent
+        self.parameters.whole.gather_trained()
 
     @override
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
@@ -366,6 +365,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         if not self.parameters.has_slices and self.persistent_parameters:  # gathered with their old values
             self.persistent_parameters[0].partition(self.persistent_parameters)
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
+        self.parameters.whole.gather_trained()
 
     @override
     def _optimizer_step(self, sub_group_id: int) -> None:

@@ -72,10 +72,12 @@ _OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 _HOST = {"offload_param": {"device": "cpu", "pin_memory": True}}
 _PAGEABLE = {"offload_param": {"device": "cpu", "pin_memory": False}}
 _CACHED = {"paro_parameter_cache_bytes": 2000}
+_WHOLE = {"paro_modules": {"layers.[01]": "N"}}
 _SLICED = ("ING", "IIG", "IGG")
 _BF16 = replace(_JOB, dtype="bf16")
 _ADAM = replace(_JOB, optimizer="Adam")
 _PLAIN = replace(_JOB, groups=1, frozen=(), network=None, skipped=((2, 1), (3, 1)))  # a layer rests for a step
+_DEEPER = replace(_JOB, sizes=(13, *(11,) * 6, 7), network=None)
 _ASIDE = replace(_ADAM, dtype="bf16", steps=3, config={**WITHOUT_TIMER, "checkpoint": {"async_save": True}})
 _EVERY = replace(_BF16, accumulation=1, steps=3, network=None, skipped=((1, 1), (2, 0)))
 _MIXTURES = replace(_JOB, network=mixtures.Routed, frozen=(1,))
@@ -87,12 +89,15 @@ OPTIONS = {
     "defaults": Options(),
     "plain": Options(BOTH_STAGES, _AHEAD, _PLAIN, gathering=False),
     "overlap": Options(REPLICATED, {**_OVERLAP, "reduce_bucket_size": 600}),  # buffers of several gradients
+    "many buckets": Options(("NGG", "NIG"), {**_OVERLAP, "reduce_bucket_size": 300}, _DEEPER),  # which reuse buffers
     "no overlap": Options(ALL, {"overlap_comm": False}, replace(_BF16, boundary="step")),
     "every micro-step": Options(ALL, {**_OVERLAP, **_AHEAD}, _EVERY, saving=True),
     "bf16": Options(BOTH_STAGES, _OVERLAP, replace(_BF16, boundary="user")),
     "fp16": Options(ALL, _OVERLAP, replace(_JOB, dtype="fp16", overflow=((3, 1),), steps=3)),
     "no buffers": Options(BOTH_STAGES, {**_OVERLAP, "contiguous_gradients": False, "reduce_scatter": False}),
     "ordered": Options(ALL, {**_OVERLAP, "paro_reduce": "ordered_everywhere"}, _BF16),
+    "whole modules": Options(PARTITIONED, {**_OVERLAP, **_WHOLE}, replace(_BF16, network=None), gathering=False),
+    "whole modules, saved": Options(("IIG",), {**_OVERLAP, **_WHOLE}, replace(_BF16, network=None), saving=True),
     "units": Options(("ING", "III", "IGG", "GIG", "GGG"), {"stage3_leaf_bytes": True}, _MIXTURES),
     "chunks": Options(
         ("INI", "IIG", "GNG", "GGG"), {"stage3_leaf_bytes": 12_000}, replace(_MIXTURES, network=mixtures.Mixtures)

@@ -35,6 +35,7 @@ TERMINAL = Path("-")  # value of --json
 REQUIRED = (
     ("trainable", "params", "of a --model, parameters that require a gradient are counted"),
     ("largest_layer", "params", "of a --model, the largest module is found"),
+    ("modules", "model", "names of modules are not known otherwise"),
     ("expert_params", "params", "of a --model, parameters that DeepSpeed has marked are counted"),
     ("expert_params", "expert_parallel", ""),
     ("expert_parallel", "expert_params", ""),
@@ -117,6 +118,8 @@ def _add_model(add: _Adder) -> None:
     add("--dtype", None, "dtype of parameters and gradients (default: bf16)", str, choices=BYTES)
     sent = "communication_data_type: dtype in which gradients are sent (default: that of --dtype)"
     add("--gradient-dtype", None, sent, str, choices=BYTES)
+    whole = "paro_modules: patterns of modules that stay whole on every rank with p = I and G, with --model"
+    add("--modules", "PATTERN", whole, str, nargs="+")
     ordered = [name for name, levels in ORDERED_LEVELS.items() if levels]
     add("--reduce", None, "paro_reduce: sum gradients in rank order, with its memory", str, choices=ordered)
     add("--accumulation", "S", "micro-steps of a step (default: 1)", _WHOLE)
@@ -341,9 +344,11 @@ def _model(arguments: argparse.Namespace) -> Model:
     if arguments.model is not None:
         module = import_callable(arguments.model)()
         from deepspeed_ext.planner.models import describe, mark_matrices
+        from deepspeed_ext.zero.module_placements import mark_whole
 
         if muon:
             mark_matrices(module)
+        mark_whole(module, dict.fromkeys(arguments.modules or (), Placement.N.name))
         model = describe(module, parameter_bytes=width, gradient_bytes=gradient_width)
     else:
         model = Model.of_size(
@@ -388,6 +393,7 @@ def _with_states_on_device(model: Model, arguments: argparse.Namespace) -> Model
         model,
         held=on_device(model.states),
         experts=tuple(replace(family, held=on_device(family.states)) for family in model.experts),
+        whole=None if model.whole is None else replace(model.whole, held=on_device(model.whole.states)),
         host=HostParameters(cache=cache) if arguments.offload_param else None,
     )
 

@@ -19,7 +19,7 @@ Note [Frozen parameters under checkpoints]
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -41,6 +41,8 @@ from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.leaf.chunks import INCOMPLETE, Chunk, ChunkedModule
 from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.overrides import check_overrides, override, replace_attributes
+from deepspeed_ext.zero.module_placements import Whole, is_whole
+from deepspeed_ext.zero.sharded.fetch_order import FetchOrder
 
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
@@ -67,6 +69,9 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         self._blocks: dict[int, ChunkedModule] = {}  # by id of the module
         self._chunk_of: dict[int, tuple[ChunkedModule, int]] = {}  # of an expert, by its id
         self._windowed: list[WindowedModule] = []
+        self._order: FetchOrder | None = None
+        self._whole: Whole | None = None
+        self._whole_modules: set[int] = set()  # by id; see Note [Whole modules]
         super().__init__(*args, **kwargs)
 
     def fetch_in_windows(self, blocks: Sequence[ChunkedModule], windowed: Sequence[WindowedModule]) -> None:
@@ -83,16 +88,25 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             for number, chunk in enumerate(block.chunks):
                 self._chunk_of.update((id(expert), (block, number)) for expert in chunk.experts)
 
+    def compare_order(self, model: nn.Module) -> None:
+        """Compare the order of modules with the other ranks that gather them, in the first steps. Collective."""
+        self._order = FetchOrder(self._gathering_group, model)
+
+    def keep_whole(self, whole: Whole, modules: Iterable[nn.Module]) -> None:
+        """Leave whole modules out of the record, and wait for whole parameters before they are used."""
+        self._whole = whole
+        self._whole_modules.update(map(id, modules))
+
     @override
     def trace_prologue(self, sub_module: nn.Module) -> None:
         """Check the module against the record, which has a window's ``Chunk`` instead of its experts."""
-        if id(sub_module) not in self._chunk_of:
+        if not self._gathers_nothing(sub_module):
             super().trace_prologue(sub_module)
 
     @override
     def record_module(self, sub_module: nn.Module) -> None:
-        """Add the module to the record, except for experts in windows."""
-        if id(sub_module) not in self._chunk_of:
+        """Add the module to the record, except for experts in windows and whole modules."""
+        if not self._gathers_nothing(sub_module):
             super().record_module(sub_module)
 
     @override
@@ -103,6 +117,12 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             block, number = expert
             block.enter(number, forward)
             return
+        if self._whole is not None and self._whole.in_flight and self._uses_whole(current_submodule):
+            self._whole.wait()
+        if self._gathers_nothing(current_submodule):
+            return
+        if self._order is not None and self._order.is_compared and self._needs_others(current_submodule):
+            self._order.compare(current_submodule)
         with self._without_owners_in_reentrant_checkpoint(forward):
             super().fetch_sub_module(current_submodule, forward)
         block_ = self._blocks.get(id(current_submodule))
@@ -125,12 +145,27 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     @override
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
         """Release a module's parameters, except persistent ones; a block gathers its remaining windows first."""
-        if id(submodule) in self._chunk_of:
+        if self._gathers_nothing(submodule):
             return
         block = self._blocks.get(id(submodule))
         if block is not None:
             block.end(forward)
         self._release(submodule, forward)
+
+    def _gathers_nothing(self, module: nn.Module) -> bool:
+        """Whether a module is an expert in a window, or all parameters that it uses are whole."""
+        if id(module) in self._chunk_of:
+            return True
+        return id(module) in self._whole_modules and all(map(is_whole, _entries(module)))
+
+    def _uses_whole(self, module: nn.Module) -> bool:
+        """Whether a module uses whole parameters, its children's included: it may read them itself."""
+        return any(is_whole(entry) for one in (module, *module.children()) for entry in _entries(one))
+
+    def _needs_others(self, module: nn.Module) -> bool:
+        """Whether other ranks wait if this one skips the module: in a gather, possibly prefetched, or a reduction."""
+        entries = _entries(module)
+        return any(not is_whole(entry) and (entry.requires_grad or not entry.ds_persist) for entry in entries)
 
     def fetch_chunk(self, chunk: Chunk, forward: bool) -> None:
         """Fetch a window of listed experts, and record it."""
@@ -146,7 +181,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     def _release(self, submodule: nn.Module, forward: bool) -> None:
         incomplete_record = not self.is_complete_trace()
-        entries = list(coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule)))
+        entries = list(_entries(submodule))
         if self.fast_sharding_for_leaf_module and z3_leaf_module(submodule):
             _record_use(entries)
         retained = [
@@ -167,6 +202,8 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     @compiler.lazy_disable
     def reset_step(self) -> None:
         """Begin a forward; compare the record of the previous forward within the group."""
+        if self._order is not None:
+            self._order.begin_forward()
         if torch._C._current_graph_task_id() == -1:
             for block in self._blocks.values():
                 block.drop_passes()
@@ -185,6 +222,11 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         if not get_accelerator().is_synchronized_device():
             gathers = self._PartitionedParameterCoordinator__allgather_stream
             gathers.wait_stream(get_accelerator().current_stream())
+
+
+def _entries(module: nn.Module) -> Iterable[Any]:
+    entries: Iterable[Any] = coordinator.iter_params(module, recurse=z3_leaf_module(module))
+    return entries
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.units import UNIT, LiveElements, Unit, UnitGather, make_units, remove_units
 from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.module_placements import Whole, is_whole
 from deepspeed_ext.zero.resync import Resync
 from deepspeed_ext.zero.sharded.expert_windows import WindowGathers
 from deepspeed_ext.zero.sharded.parameter_chunks import OWNER, REPLICAS
@@ -101,6 +102,9 @@ class Gathers:
         sequential: whether to gather each parameter on its own (DeepSpeed's ``allgather_sequential``).
         leaves: leaf modules, whose parameters are combined into units; see ``units.py``.
         resync: notified when parameters are written outside of a step; None without an optimizer.
+
+    Attributes:
+        whole: the parameters that stay gathered; dense ones only.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class Gathers:
         threads = (slices.has_slices and self._redistribution.pairwise, has_two_hops and self._redistribution.pairwise)
         self._queue = TransferQueue(True, self._side_streams, *threads)
         self.live = LiveElements()
+        self.whole: Whole | None = None
         for param in slices.params:
             if hasattr(param, OWNER):
                 getattr(param, OWNER).release()
@@ -149,7 +154,7 @@ class Gathers:
 
     def unit_kind(self, param: ZeroParameter) -> Any:
         """Return the kind of a parameter; see ``UnitOwner``."""
-        if getattr(param, OWNER, None) is not self:
+        if getattr(param, OWNER, None) is not self or is_whole(param):
             return None
         return param.dtype, wire_dtype(param), param.ds_persist
 
@@ -159,6 +164,8 @@ class Gathers:
         Without communication, because this runs when an engine is deleted. So with os = I parameters stay sharded
         inside groups, and ``REPLICAS`` marks them for ``repartition_for_stock``.
         """
+        if self.whole is not None:
+            self.whole.release()
         self.slices.drain()  # gathers in flight still write to the slices
         remove_units(self._leaves, self._units)
         self._units.clear()
@@ -244,6 +251,16 @@ class Gathers:
         return UnitGather(unit, self._start_gather(missing, wire_dtype(missing[0]), separately=False))
 
     @outside_autograd
+    def start_batches(self, params: Iterable[ZeroParameter]) -> list[GatherHandle]:
+        """Start to gather released parameters in their own dtype, in few messages."""
+        return [self._start_gather(batch, batch[0].ds_tensor.dtype) for batch in self.slices.batches(params)]
+
+    def drop(self, params: Sequence[ZeroParameter]) -> None:
+        """Release gathered parameters without writing them back."""
+        self.live.add(-sum(param.ds_numel for param in params))
+        params[0].paro_originals["partition"](param_list=params)
+
+    @outside_autograd
     def _all_gather(
         self,
         param: ZeroParameter,
@@ -261,6 +278,8 @@ class Gathers:
         if len(owned) < len(unique):  # the rest belongs to another family or engine, or to none
             foreign = [p for p in unique if getattr(p, OWNER, None) is not self]
             foreign[0].all_gather(param_list=foreign, async_op=async_op, hierarchy=hierarchy)
+        if self.whole is not None and any(map(is_whole, owned)):
+            self.whole.wait()
         rounded = [p for p in owned if p.ds_id in self._rounded_ids and _is_idle(p)]
         if rounded:
             rounded[0].partition(rounded)
@@ -288,9 +307,11 @@ class Gathers:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Release parameters; write updated values back, also into the rows of other groups."""
+        """Release parameters, except whole ones; write updated values back, also into the rows of other groups."""
         params = list[ZeroParameter]()
         for member in [param] if param_list is None else param_list:
+            if is_whole(member) and not has_been_updated:
+                continue
             unit = getattr(member, UNIT, None)
             if unit is not None and unit.ds_active_sub_modules:
                 if has_been_updated:
@@ -314,6 +335,9 @@ class Gathers:
             self.slices.order_gathers()  # or the next gather would read rows that are not written yet
             if self._resync is not None:
                 self._resync.request()
+            if self.whole is not None and (whole := list(filter(is_whole, params))):
+                self.whole.gather(whole)
+                self.whole.wait()
 
 
 def wire_dtype(param: ZeroParameter) -> torch.dtype:

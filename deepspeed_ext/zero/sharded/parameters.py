@@ -16,19 +16,21 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
-from deepspeed_ext.config.keys import CACHE_BYTES, SECTION
+from deepspeed_ext.config.keys import CACHE_BYTES, LEAF_BYTES, MODULES, SECTION
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import ZeroConfig, ZeroParameter
-from deepspeed_ext.leaf.chunks import chunked_modules
+from deepspeed_ext.leaf.chunks import ChunkedModule, chunked_modules
 from deepspeed_ext.leaf.units import cache_signatures, exclude_from_fetches
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
+from deepspeed_ext.zero.module_placements import is_whole, whole_modules
 from deepspeed_ext.zero.resync import Resync
 from deepspeed_ext.zero.sharded.gathers import Gathers
 from deepspeed_ext.zero.sharded.row_storage import DeviceRows, HostRows
 from deepspeed_ext.zero.sharded.slices import Slices
+from deepspeed_ext.zero.sharded.whole import WholeParameters
 
 
 class GatherSettings(NamedTuple):
@@ -71,6 +73,7 @@ class ShardedParameters:
     ) -> None:
         coordinator = offload.param_coordinator
         blocks, windowed = chunked_modules(module), windowed_modules(module)
+        _refuse_whole_experts([*blocks, *windowed])
         coordinator.fetch_in_windows(blocks, windowed)
         cache_signatures(module)
         _disable_persistence(windowed, offload)
@@ -94,6 +97,11 @@ class ShardedParameters:
                 self.slices[name], sequential=settings.sequential, leaves=leaves, resync=resync
             )
         self.gathers[DENSE].fetch_windows(windowed)
+        self.whole = WholeParameters(params, self.gathers[DENSE])
+        offload.persistent_parameters = [param for param in offload.persistent_parameters if not is_whole(param)]
+        offload.partition_all_parameters = self.whole.keep_in(offload.partition_all_parameters)
+        coordinator.compare_order(module)
+        coordinator.keep_whole(self.whole, whole_modules(module))
 
     def slices_of(self, sub_group: Sequence[ZeroParameter]) -> Slices:
         """Return the shards of a sub-group's family. All its parameters are of one family."""
@@ -147,6 +155,7 @@ class ShardedParameters:
 
     def receive_updates(self) -> None:
         """Wait for the gathers of all updated parameters."""
+        self.whole.wait()
         for slices in self.slices.values():
             slices.drain()
 
@@ -154,6 +163,7 @@ class ShardedParameters:
 
     def wait_on_host(self) -> None:
         """Make the host wait for updated parameters, before it reads them."""
+        self.whole.wait()
         for slices in self.slices.values():
             slices.wait_on_host()
 
@@ -161,11 +171,26 @@ class ShardedParameters:
         """Complete slices after a load, which writes this rank's rows only."""
         for slices in self.slices.values():
             slices.complete()
+        self.whole.gather()
 
     def release(self) -> None:
         """Return the parameters to DeepSpeed."""
         for gathers in self.gathers.values():
             gathers.release()
+
+
+def _refuse_whole_experts(modules: Iterable[ChunkedModule | WindowedModule]) -> None:
+    """Reject patterns that match experts which are fetched in windows.
+
+    Raises:
+        ValueError: one does.
+    """
+    for one in modules:
+        if any(map(is_whole, one.module.parameters())):
+            raise ValueError(
+                f"{SECTION}.{MODULES} matches parameters of a {type(one.module).__name__}, whose experts are fetched "
+                f"in windows. Use a pattern without experts, or raise {SECTION}.{LEAF_BYTES} until it is one unit."
+            )
 
 
 def _disable_persistence(windowed: Iterable[WindowedModule], offload: DeepSpeedZeRoOffload) -> None:

@@ -167,6 +167,8 @@ class OffloadedStates:
             moved = tensor.to(device)
             return get_accelerator().pin_memory(moved) if pin_memory else moved
 
+        if OffloadStateTypeEnum.lp_params in states:
+            self._parameters.whole.release()
         self._move(states, move)
         if OffloadStateTypeEnum.lp_params in states:
             self._optimizer.fp16_partitioned_groups_flat.clear()
@@ -180,6 +182,7 @@ class OffloadedStates:
         self._move(states, lambda tensor: tensor.to(device))
         if OffloadStateTypeEnum.lp_params in states:
             self._optimizer._set_fp16_partitioned_groups_flat()
+            self._parameters.whole.gather()
         if OffloadStateTypeEnum.lp_grads in states:
             self._reduction.shards.expose_to_step()
 

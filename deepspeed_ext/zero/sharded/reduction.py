@@ -21,6 +21,7 @@ from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
 from deepspeed_ext.zero.micro_steps import MicroSteps
+from deepspeed_ext.zero.module_placements import is_whole
 from deepspeed_ext.zero.sharded.expert_windows import WindowGradients
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.slices import Slices
@@ -114,14 +115,16 @@ class GradientReduction:
     ) -> None:
         self._micro_steps = micro_steps
         self._context, self._reductions, self._optimizer = context, context.reductions, optimizer
-        self._keeps_full = context.strategy.g == Placement.N
-        for bucket in optimizer.ipg_buckets.values() if self._keeps_full else ():
+        self.keeps_full = context.strategy.g == Placement.N
+        for bucket in optimizer.ipg_buckets.values() if self.keeps_full else ():
             bucket.buffer = None  # gradients do not go through DeepSpeed's buckets
         bucket_size = micro_steps.set_bucket_size(param.ds_numel for group in optimizer.fp16_groups for param in group)
         self.gradients = {  # of each family
             name: ShardedGradients(context, family=name, optimizer=optimizer, slices=slices[name], bucket=bucket_size)
             for name in context.families
         }
+        trained = (param for group in optimizer.fp16_groups for param in group)
+        self._whole = [] if self.keeps_full else sorted(filter(is_whole, trained), key=lambda param: param.ds_id)
         self.shards = GradientShards(context, gradients=self.gradients, optimizer=optimizer)
         self.windows = WindowGradients(  # packed experts are dense parameters
             context,
@@ -139,6 +142,8 @@ class GradientReduction:
 
     def keep_full(self, param: ZeroParameter) -> None:
         """Store a gradient unreduced until the boundary, and start to reduce the buckets that it completes."""
+        if not getattr(param, "ds_grad_is_ready", True):
+            return
         if not (self.shards.has_gradients or self.shards.is_placeholder or self._context.offload):
             self.shards.drop()
         self._optimizer._apply_autoep_folding_tp_correction(param)
@@ -158,8 +163,8 @@ class GradientReduction:
         optimizer = self._optimizer
         if optimizer._coalesce_grad_reduction:
             return
-        ready = [param for param in params if getattr(param, "ds_grad_is_ready", True)]
-        if self._keeps_full:
+        ready = [param for param in params if getattr(param, "ds_grad_is_ready", True) and not self.waits(param)]
+        if self.keeps_full:
             for param in (param for param in ready if param.grad is not None):
                 optimizer.reduce_ready_partitions_and_remove_grads(param)
             return
@@ -202,8 +207,24 @@ class GradientReduction:
                 param.grad.record_stream(get_accelerator().current_stream())  # packing on it still reads them
             param.grad = None
 
+    def waits(self, param: ZeroParameter) -> bool:
+        """Whether a gradient is reduced at the end of the backward; see Note [Whole modules] in ``whole.py``."""
+        return not self.keeps_full and is_whole(param)
+
     def flush_buckets(self) -> None:
-        """Reduce the gradients in DeepSpeed's buckets."""
+        """Reduce the gradients in DeepSpeed's buckets, then those of whole parameters."""
+        self._flush()
+        if self._whole and self._micro_steps.has_begun:
+            for param in self._whole:
+                if param.grad is not None:
+                    self._optimizer._apply_autoep_folding_tp_correction(param)
+            whole = list(zero_gradients(self._whole))
+            self._reductions.wait_for_current()
+            for param in whole:
+                self._fill_bucket(param)
+            self._flush()
+
+    def _flush(self) -> None:
         for dtype in sort_dtypes(self._optimizer.ipg_buckets):
             self._optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
 
@@ -219,7 +240,7 @@ class GradientReduction:
     def complete_shards(self) -> None:
         """Complete the optimizer's shard: all parameters on all ranks, used or not."""
         with self._reductions.after_current():
-            if self._keeps_full:
+            if self.keeps_full:
                 self.shards.allocate_if_missing()
                 for gradients in self.gradients.values():
                     gradients.reduce_remaining()

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.costs import Prediction, predict, predict_plain_stage
-from deepspeed_ext.planner.memory import BUCKET, Experts, HostParameters, Model
+from deepspeed_ext.planner.memory import BUCKET, HostParameters, Model, Part
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, full_bucket, hyphenate
 from tests.perf.lib.records import Table
@@ -51,8 +51,7 @@ def speeds(plans: Plan, names: Iterable[str]) -> dict[str, tuple[float, Predicti
 def scale_model(parameters: int, share: float, flops: float, accumulation: int) -> Model:
     """Return a model of which a share is trained, with ``flops`` of each parameter in a micro-batch."""
     states = ModelStates.of(parameters, int(parameters * share))
-    compute = flops * parameters / 156e12
-    return Model(states, accumulation=accumulation, compute=compute, fetches=parameters // FETCHED)
+    return Model(states, accumulation=accumulation, compute=flops * parameters / 156e12, fetches=parameters // FETCHED)
 
 
 def scale_rates(sizes: GroupSizes, gbps: float) -> Rates:
@@ -145,16 +144,15 @@ class Trained:
         tokens = min(MICRO_TOKENS, STEP_TOKENS // ranks)
         active = self.dense + self.used * self.experts
         states, expert_states = ModelStates.of(self.dense), ModelStates.of(self.experts // self.expert_parallel)
-        experts = Experts(
+        experts = Part(
             self.expert_parallel, expert_states, fetches=max(1, self.experts // self.expert_parallel // FETCHED)
         )
-        elements = self.dense + self.experts // self.expert_parallel
         return Model(
             states,
             accumulation=STEP_TOKENS // (ranks * tokens),
             compute=FLOPS * active * tokens / (cluster.tflops * 1e12),
             fetches=max(1, self.dense // FETCHED),
-            bucket=full_bucket(BUCKET, elements),
+            bucket=full_bucket(BUCKET, self.dense + self.experts // self.expert_parallel),
             overlap_updates=True,
             experts=(experts,) if self.experts else (),
         )

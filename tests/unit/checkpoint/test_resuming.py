@@ -128,6 +128,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "round robin": (("NIG",), {"zero": {"round_robin_gradients": True}}),
     "not zip": (("IIG",), {"checkpoint": {"checkpoint_serialization": False}}),
     "in few bits": (("NIG",), {"zero": {"paro_quantized_updates": {}, "zeropp_loco_param": {}}}),
+    "whole modules": (("IIG",), {"zero": {"paro_modules": {"layers.1": "N"}}}),
     "persistent parameters": (("IIG",), {"zero": {"stage3_param_persistence_threshold": 100}}),
 }
 
@@ -140,7 +141,7 @@ LATER = ("fp32 accumulation", "not zip", "round robin", "persistent parameters")
 @with_cases(
     "variant, names",
     *((one, VARIANTS[one][0]) for one in VARIANTS if one not in LATER),
-    *deep(*((one, ("NIG", "IIG", "III")) for one in VARIANTS)),
+    *deep(*((one, (*VARIANTS[one][0], "IIG", "III")) for one in VARIANTS)),
 )
 def test_variants_resume_and_convert(ranks: Any, tmp_path: Path, variant: str, names: tuple[str, ...]) -> None:
     case = {"convert": True, **VARIANTS[variant][1]}
@@ -241,8 +242,7 @@ def own_way_case(name: str, folder: str) -> tuple[list[str], list[str], bool, st
     model.layers[0].__class__ = Growing
     engine.save_checkpoint(f"{folder}/{name}", "extra", save_latest=False)
     accepted = engine.load_checkpoint(f"{folder}/{name}", "extra")[0] is not None
-    message = error_of(engine.save_checkpoint, f"{folder}/{name}", client_state={"paro": "mine"})
-    raised = message.split(":")[0]
+    raised = error_of(engine.save_checkpoint, f"{folder}/{name}", client_state={"paro": "mine"}).split(":")[0]
     assert Path(folder, name, "latest").read_text() == "later"
     return sorted(differences), sorted(unseen), accepted, raised
 

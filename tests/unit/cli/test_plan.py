@@ -197,6 +197,7 @@ REFUSED = [
     ("--mtbf-hours 9", "--mtbf-hours needs --disk-gbps"),
     ("--async-save", "--async-save needs --mtbf-hours"),
     ("--mtbf-hours 9 --disk-gbps 1", "needs the time of a step: give --micro-step-seconds above 0, or --tokens"),
+    ("--modules visual.*", "--modules needs --model: names of modules are not known"),
     ("--model a:b --largest-layer 7", "--largest-layer needs --params"),
     ("--model no_such_module:f", "'no_such_module:f' cannot be imported"),
 ]
@@ -275,7 +276,7 @@ def failing():
 """
 
 
-def test_a_model_is_counted(plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_is_counted(plan: Plan, refused: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "some_models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "some_models", raising=False)
@@ -287,6 +288,12 @@ def test_a_model_is_counted(plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert {key: replicated["memory"][key] for key in expected} == expected
     assert by_strategy["ranks"] == 32 and by_strategy["plain"] == []
     assert replicated["busy"]["update"] == pytest.approx(6 / 8)
+    plan(*model, "--dtype", "fp32", "--modules", "1", "--json", "plan.json")
+    rows = {entry["strategy"]: entry for entry in json.loads(Path("plan.json").read_text())["exact"]["predictions"]}
+    assert [rows[name]["memory"]["parameters"] for name in ("NIG", "IIG")] == [512, 512 / 8 + 256]
+    assert "paro_modules: 'tower' matches no module with parameters. Modules: 0, 1." in refused(
+        *model, "--modules", "tower"
+    )
     with pytest.raises(RuntimeError, match="some_models:failing has failed") as failed:
         plan("--model", "some_models:failing", *NODES, *LINKS)
     assert str(failed.value.__cause__) == "no such layer"

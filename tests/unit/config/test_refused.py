@@ -88,7 +88,13 @@ STRATEGY = alone(
         {"paro_stratgy": "NIG"},
         "no key 'paro_stratgy': .*paro_strategy, paro_group_size, .*zeropp_loco_param. Did you mean 'paro_strategy'",
     ),
-    ({"paro_strategy": "NIG", "paro_memory_gb": 4}, "paro_memory_gb is for paro_strategy fastest, .*N-I-G. Remove"),
+    (
+        {"paro_strategy": "NIG", "paro_memory_gb": 4},
+        'is for paro_strategy fastest and paro_modules "fill", .*N-I-G. R',
+    ),
+    ({"paro_strategy": "IIG", "paro_modules": "fill"}, "needs to know .*: add zero_optimization.paro_memory_gb"),
+    ({"paro_strategy": "IIG", "paro_modules": "all"}, 'as {"visual.*": "N"}, or "fill", got \'all\''),
+    (FASTEST | {"paro_modules": {"visual.*": "N"}}, "paro_modules cannot be combined with paro_strategy fastest"),
     ({"paro_strategy": "NIG", "paro_decision_file": "f"}, "paro_decision_file is for paro_strategy fastest"),
     (FASTEST | {"paro_memory_gb": 0}, "number above 0 .*got 0 of type int"),
     (FASTEST | {"paro_memory_gb": True}, "got True of type bool"),
@@ -363,7 +369,7 @@ def make_engine(zero: dict[str, Any], extra: dict[str, Any]) -> None:
 
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; a key added on purpose is added here."""
-    ours = "strategy group_size overlap_updates reduce quantized_updates outer_optimizer parameter_cache_bytes"
+    ours = "strategy group_size overlap_updates reduce modules quantized_updates outer_optimizer parameter_cache_bytes"
     keys = [f"paro_{key}" for key in (*ours.split(), "memory_gb", "decision_file", "micro_step_seconds", "report")]
     mics = ("mics_shard_size", "mics_hierarchical_params_gather")
     assert list(ParoConfig.model_fields) == [*keys, "stage3_leaf_bytes", *mics, "zeropp_loco_param"]

@@ -12,7 +12,7 @@ from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.planner.closed_form import Step
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.costs import PLAIN, predict, predict_plain, predict_plain_stage
-from deepspeed_ext.planner.memory import Experts, HostParameters, Model
+from deepspeed_ext.planner.memory import HostParameters, Model, Part
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from tests.harness.step_simulator import simulate_step
@@ -145,7 +145,7 @@ def drawn(random: Random) -> Step:
         held=replace(states, parameters=0.0) if on_host else None,
         matrices=states.gradients if with_muon else 0.0,
         orthogonalizing=10 ** random.uniform(-1, 1) if with_muon else 0.0,
-        experts=(Experts(2, ModelStates.of(10**8), fetches=8),) if own and sizes.ranks > sizes.group_size > 1 else (),
+        experts=(Part(2, ModelStates.of(10**8), fetches=8),) if own and sizes.ranks > sizes.group_size > 1 else (),
     )
     steps: list[Step] = []
     with mock.patch.object(Step, "busy", lambda step: steps.append(step) or busy(step)):

@@ -9,7 +9,7 @@ import pytest
 from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import Prediction, predict, predict_plain_stage
-from deepspeed_ext.planner.memory import Experts, HostParameters, Model
+from deepspeed_ext.planner.memory import HostParameters, Model, Part
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement
 
@@ -94,6 +94,6 @@ def test_plain_zero_3_and_experts_are_copied_as_well() -> None:
     plain = predict_plain_stage("GGG", CLUSTER, MODEL, RATES)
     assert plain.busy["host"] == pytest.approx(6 * 0.25 + 0.1)
     own = ModelStates.of(10**9)
-    experts = Experts(2, own, held=replace(own, parameters=0.0))  # among 4 ranks in groups of 2
+    experts = Part(2, own, held=replace(own, parameters=0.0))  # among 4 ranks in groups of 2
     with_experts = of("IIG", replace(MODEL, experts=(experts,), host=HostParameters(cache=0.25e9)))
     assert with_experts.busy["host"] == pytest.approx(6 * (0.25 + 1.0) + 0.2 + 1.0)

@@ -9,7 +9,7 @@ import pytest
 from deepspeed_ext.config.model import OUTER_STRATEGIES
 from deepspeed_ext.config.settings import MAX_TRANSFER_NUMEL, OuterSettings
 from deepspeed_ext.planner.costs import predict
-from deepspeed_ext.planner.memory import Experts, Model
+from deepspeed_ext.planner.memory import Model, Part
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from deepspeed_ext.tools.plan.outer import OuterPrediction, predict_outer
@@ -81,4 +81,4 @@ def test_bits_and_places_of_what_is_held_and_refusals() -> None:
     with pytest.raises(ValueError, match="needs one of N-N-I, N-I-I, I-N-I, I-I-I, got I-I-G"):
         of("IIG", STREAMING)
     with pytest.raises(ValueError, match="an outer optimizer does not support expert parallelism"):
-        of("III", STREAMING, replace(MODEL, experts=(Experts(2, MODEL.states),)))
+        of("III", STREAMING, replace(MODEL, experts=(Part(2, MODEL.states),)))

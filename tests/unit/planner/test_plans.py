@@ -13,10 +13,10 @@ from deepspeed_ext.config.settings import ORDERED_LEVELS, LocoSettings, UpdateSe
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.costs import predict, predict_plain_stage
-from deepspeed_ext.planner.memory import IN_FLIGHT, Experts, Model
+from deepspeed_ext.planner.memory import IN_FLIGHT, Model, Part
 from deepspeed_ext.planner.models import describe
 from deepspeed_ext.planner.rates import HopRates, Latencies, Rate, Rates, fit, hop_latency
-from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates, Volume
+from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates, Placement, Volume
 
 pytestmark = pytest.mark.quick
 
@@ -45,7 +45,7 @@ def test_experts_are_counted_among_the_ranks_that_have_them(
     row, cluster, own = STRATEGIES[name], GroupSizes(n, m), ModelStates.of(3 * 10**8)
     assert cluster.of_experts(ep) == GroupSizes(*groups)
     rates = Rates.of_links(cluster, m, 100, 10)
-    with_experts = replace(MODEL, experts=(Experts(ep, own),))
+    with_experts = replace(MODEL, experts=(Part(ep, own),))
     dense, prediction = (predict(row, cluster, model, rates) for model in (MODEL, with_experts))
     experts = row.volume(GroupSizes(*groups), own, 4)
     assert (prediction.of_experts.intra, prediction.of_experts.inter) == pytest.approx((experts.intra, experts.inter))
@@ -58,9 +58,26 @@ def test_experts_are_counted_among_the_ranks_that_have_them(
     hops = rates.gather
     busy = [prediction.busy[part] - dense.busy[part] for part in ("within", "between")]
     assert busy == pytest.approx([hops.intra.seconds(experts.intra), hops.inter.seconds(experts.inter)])
-    muon = replace(MODEL, matrices=STATES.gradients, experts=(Experts(ep, own, matrices=own.gradients),))
+    muon = replace(MODEL, matrices=STATES.gradients, experts=(Part(ep, own, matrices=own.gradients),))
     exchanged = row.exchange(GroupSizes(*groups), own.gradients) + row.exchange(cluster, STATES.gradients)
     assert predict(row, cluster, muon, rates).volume == pytest.approx(prediction.volume + exchanged)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_whole_parameters_are_gathered_once_a_step(name: str) -> None:
+    row, whole, rest = STRATEGIES[name], ModelStates.of(2 * 10**8, 10**8), ModelStates.of(8 * 10**8, 5 * 10**8)
+    without = predict(row, CLUSTER, MODEL, RATES)
+    prediction = predict(row, CLUSTER, replace(MODEL, whole=Part(1, whole)), RATES)
+    replicated = replace(row, p=Placement.N)
+    assert prediction.volume == pytest.approx(row.volume(CLUSTER, rest, 4) + replicated.volume(CLUSTER, whole, 4))
+    sharded = row.p != Placement.N
+    assert prediction.memory.total == pytest.approx(without.memory.total + sharded * 4e8)
+    more = sharded and row.g != Placement.N
+    assert prediction.transient == pytest.approx(without.transient + more * 2e8) and without.of_experts == Volume()
+    assert sharded or prediction == without
+    few, sent = Compression(None, UpdateSettings()), row.phases(CLUSTER, whole, whole=sharded)[-1]
+    if sharded and row.os == Placement.G:  # decoded on the ranks with p, so within the group they are sent exactly
+        assert few.volume(sent, 2, 2).intra == sent.volume.intra and few.volume(sent, 2, 2).inter < sent.volume.inter
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

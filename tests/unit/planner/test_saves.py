@@ -12,7 +12,7 @@ import pytest
 from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import predict, predict_plain_stage
-from deepspeed_ext.planner.memory import Experts, Model
+from deepspeed_ext.planner.memory import Model, Part
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from deepspeed_ext.tools.plan.saves import Family, SaveFiles, Saves, Schedule, daly, predict_saves, share_lost, young
@@ -167,7 +167,7 @@ def test_asynchronous_saves_pin_what_a_rank_writes() -> None:
     later = replace(SAVES, asynchronous=True)
     assert of("NIG", saves=later).host == of("NIG", saves=later).saves.pinned == pytest.approx(3.8e9)
     assert of("NIG", saves=later).saves.schedule == of("NIG").saves.asynchronous
-    experts = Experts(2, ModelStates.of(2 * 10**8))  # 0.4 GB, and 2.4 GB of states among 4 ranks
+    experts = Part(2, ModelStates.of(2 * 10**8))  # 0.4 GB, and 2.4 GB of states among 4 ranks
     assert of("NIG", replace(MODEL, experts=(experts,)), saves=later).host == pytest.approx(3.8e9 + 0.4e9 + 0.6e9)
     alone = of("NIG", sent=LOCO, saves=later, sizes=GroupSizes(4, 4))
     assert alone.host == pytest.approx(3.2e9 + 1.2e9), "without other groups no errors are kept"

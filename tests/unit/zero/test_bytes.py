@@ -3,6 +3,7 @@
 """Bytes between ranks, counted by the kernel at their sockets, compared with the formulas of the strategy table."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,9 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
+from deepspeed_ext.planner.costs import predict
+from deepspeed_ext.planner.memory import Model, Part
+from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import experts, networks, training
@@ -100,6 +104,20 @@ def test_bytes_within_and_between_groups(
 ) -> None:
     params, rows = ranks(world).run(bytes_case, names, group, accumulation, {**BUCKETS, **zero}, frozen=frozen)[0]
     check(rows, GroupSizes(world, group), states_of(params), accumulation)
+
+
+def test_whole_modules_send_as_many_bytes_as_predicted(ranks: Any) -> None:
+    cluster, zero = GroupSizes(4, 2), {**BUCKETS, "paro_modules": {"layers.1": "N"}}
+    params, rows = ranks(4).run(bytes_case, ("IIG", "GGG"), 2, 2, zero)[0]
+    plain, rates = Model(states_of(params), WIDTH, accumulation=2), Rates.of_links(cluster, 2, 100, 10)
+    model = replace(plain, whole=Part(1, states_of(params[2:4])))
+    for name, counted in rows:
+        row = STRATEGIES[name]
+        sharded, planned = (predict(row, cluster, each, rates).volume for each in (plain, model))
+        replicated = replace(row, p=Placement.N).volume(cluster, plain.states, 2)
+        total = tuple(map(sum, zip(*counted, strict=True)))
+        assert total == pytest.approx((planned.intra, planned.inter), rel=0.05), name
+        assert replicated.intra < total[0] < sharded.intra and total[1] < 1.05 * sharded.inter, name
 
 
 @with_cases(

@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ext import model_bytes
 from deepspeed_ext.config.settings import UpdateSettings
 from deepspeed_ext.planner.compression import Compression
+from deepspeed_ext.planner.costs import predict
+from deepspeed_ext.planner.memory import Model
+from deepspeed_ext.planner.models import describe
+from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
 from tests.harness import networks, training
 from tests.harness.tiers import deep, with_cases
@@ -78,35 +82,37 @@ def test_parameters_have_the_size_of_the_trained_dtype(dtype: torch.dtype, each:
 
 
 @with_cases(
-    "world, group, frozen, names",
-    (6, 3, (1,), REPLICATED),
-    (6, 3, (1,), ("INI", "IIG", "GGG")),
-    *deep((6, 3, (1,), PARTITIONED), (4, 2, (), REPLICATED), (4, 2, (), PARTITIONED)),
+    "world, group, frozen, names, whole",
+    (6, 3, (1,), REPLICATED, ()),
+    (6, 3, (1,), ("INI", "IIG", "GGG"), ()),
+    (6, 3, (1,), ("IIG",), ("layers.2",)),
+    *deep((6, 3, (1,), PARTITIONED, ()), (4, 2, (), REPLICATED, ()), (4, 2, (), PARTITIONED, ())),
 )
 def test_sizes_of_model_states_match_the_formula(
-    ranks: Any, world: int, group: int, frozen: tuple[int, ...], names: tuple[str, ...]
+    ranks: Any, world: int, group: int, frozen: tuple[int, ...], names: tuple[str, ...], whole: tuple[str, ...]
 ) -> None:
-    for name, (states, memory, after_step) in ranks(world).each(memory_case, names, group, frozen):
-        expected = STRATEGIES[name].memory(GroupSizes(world, group), states)
+    for name, (model, memory, after_step) in ranks(world).each(memory_case, names, group, frozen, whole):
+        strategy, states, cluster = STRATEGIES[name], model.states, GroupSizes(world, group)
+        expected = predict(strategy, cluster, model, Rates.of_links(cluster, group, 100, 10)).memory
+        assert not whole or strategy.memory(cluster, states).parameters < memory.parameters < states.parameters
         assert memory.parameters == pytest.approx(expected.parameters, rel=0.05), name
         assert memory.gradients == pytest.approx(expected.gradients, rel=0.05), name
         assert memory.optimizer == pytest.approx(expected.optimizer, rel=0.05), name
         # After the step there are none; with ZeRO-3's flat buffer no more than are in use.
-        strategy = STRATEGIES[name]
         last = strategy.os if strategy.g == Placement.N else strategy.g
-        buffer = states.gradients / GroupSizes(world, group).shards(last) if strategy.stage == 3 else 0
+        buffer = states.gradients / cluster.shards(last) if strategy.stage == 3 else 0
         assert after_step == pytest.approx(buffer, rel=0.05), name
 
 
-def memory_case(name: str, group: int, frozen: tuple[int, ...]) -> tuple[ModelStates, StateBytes, float]:
-    """Return for each strategy the states, bytes on this rank within an accumulation, and gradients after a step."""
-    engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NOTHING_KEPT)
+def memory_case(name: str, group: int, frozen: tuple[int, ...], whole: Any) -> tuple[Model, StateBytes, float]:
+    """Return for each strategy the model, bytes on this rank within an accumulation, and gradients after a step."""
+    zero = NOTHING_KEPT | ({"paro_modules": dict.fromkeys(whole, "N")} if whole else {})
+    engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=zero)
     micro_step(False)
-    numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
-    states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
+    model = describe(engine.module, BYTES["parameter_bytes"], BYTES["gradient_bytes"])
     between = model_bytes.measure_state_bytes(engine)
     micro_step(True)
-    return states, between, model_bytes.measure_state_bytes(engine).gradients
+    return model, between, model_bytes.measure_state_bytes(engine).gradients
 
 
 def bytes_at_boundary(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> float:

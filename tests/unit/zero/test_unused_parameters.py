@@ -1,0 +1,157 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that use different parameters in a micro-batch, as a vision tower without images on some ranks."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from deepspeed_ext.zero.filling import choose_modules
+from tests.harness import networks, training
+from tests.harness.logs import logged
+from tests.harness.parity_table import PARTITIONED, REPLICATED
+from tests.harness.tiers import deep, with_cases
+from tests.harness.training import BF16, SMALL, Job, check, placed
+
+TOWER = {"layers.[12]": "N"}  # the layers that ranks skip
+FEW_BITS = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
+JOBS: dict[str, Job] = {
+    "plain": Job(),
+    "accumulation, overlap": Job(accumulation=3, groups=2, frozen=(0,), zero={"overlap_comm": True}),
+    "offload": Job(accumulation=2, zero={"offload_optimizer": {"device": "cpu"}, "overlap_comm": True}),
+    "lists": Job(accumulation=2, zero={"contiguous_gradients": False, "overlap_comm": True}),
+    "few bits": Job(accumulation=2, zero={**FEW_BITS, "overlap_comm": True}),
+    "Muon": Job(accumulation=2, optimizer="Muon", zero={"reduce_scatter": False}),
+    "reentrant": Job(checkpointing=True, zero={"overlap_comm": True}),
+    "bf16": Job(accumulation=2, dtype="bf16", zero={"overlap_comm": True}),
+}
+
+
+def job_of(kind: str, steps: int, ranks: int = 4) -> Job:
+    """Return a job in which each rank skips two layers at random."""
+    job, draw = JOBS[kind], random.Random(kind)
+    skipped = [
+        (at, layer, rank)
+        for at in range(steps * job.accumulation)
+        for layer in (1, 2)
+        for rank in range(ranks)
+        if draw.random() < 0.5
+    ]
+    if not job.frozen:  # a loss needs a trained parameter
+        skipped += [(at, 3) for at in range(job.accumulation)]  # no rank uses it in the first step
+    zero = {**SMALL, "reduce_bucket_size": 700, **job.zero}
+    return replace(job, sizes=networks.SQUARE, steps=steps, skipped=skipped, zero=zero)
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    return placed(name) if name in REPLICATED else placed(name, paro_modules=TOWER)
+
+
+@with_cases(
+    "kind, names, steps",
+    ("plain", ("NNG", "NGG", "IGG", "ING"), 4),
+    ("accumulation, overlap", ("NIG", "NNI", "IIG", "GGG", "III"), 4),
+    *deep(*((kind, (*REPLICATED, *PARTITIONED), 200) for kind in ("plain", "accumulation, overlap", "bf16"))),
+)
+def test_parity_with_stock(ranks: Any, kind: str, names: tuple[str, ...], steps: int) -> None:
+    # Stage 0 adds zeros for parameters without gradients; stages 1 and 2 fail.
+    bounds = BF16 if kind == "bf16" else {}
+    variants = [keys_of(name) for name in names]
+    check(ranks(4).run(training.against, job_of(kind, steps), variants, {"stage": 0})[0], **bounds)
+
+
+@with_cases(
+    "kind, names",
+    ("offload", ("NIG", "IIG")),
+    ("lists", ("NGG",)),
+    ("few bits", ("NIG", "NGG", "IIG")),
+    ("Muon", ("NIG", "ING")),
+    ("reentrant", ("NII", "III")),
+    *deep(*((kind, (*REPLICATED, *PARTITIONED)) for kind in JOBS)),
+)
+def test_skipped_parameters_are_zeros(ranks: Any, kind: str, names: tuple[str, ...]) -> None:
+    """A run is bit-identical to one in which each rank runs all layers, and adds zero times the output."""
+    job = job_of(kind, 4)
+    for name in names:
+        for skipped, zeros in zip(
+            ranks(4).run(training.train, job, keys_of(name)),
+            ranks(4).run(training.train, replace(job, unused_as_zeros=True), keys_of(name)),
+            strict=True,
+        ):
+            assert skipped.weights.equal(zeros.weights), (kind, name)
+            assert (skipped.losses, skipped.norms) == (zeros.losses, zeros.norms), (kind, name)
+            assert skipped.replicas_equal
+
+
+def test_ranks_that_gather_different_modules_raise(ranks: Any) -> None:
+    skipping = Job(sizes=networks.SQUARE, zero=SMALL, skipped=[(1, 1, 1)], steps=2)
+    for error in ranks(2).run_expect_error(training.train, skipping, placed("IIG")):
+        assert "gather different modules: layers.1 on ranks [0]; layers.2 on ranks [1]" in error.message
+        assert "paro_modules" in error.message and "leaf_module" in error.message
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (
+            placed("IIG", 1, paro_modules={"tower.*": "N"}),
+            "'tower.*' matches no module with parameters. Modules: layers, ",
+        ),
+        (placed("NIG", 1, paro_modules=TOWER), "paro_strategy N-I-G shards none"),
+        (placed("IIG", 1, paro_modules={"layers.1": "I"}), 'with the value "N"'),
+        ({"stage": 3, "paro_modules": TOWER}, "without zero_optimization.paro_strategy"),
+    ],
+)
+def test_wrong_patterns_are_refused(ranks: Any, keys: dict[str, Any], message: str) -> None:
+    for error in ranks(1).run_expect_error(training.make_engine, Job(zero=SMALL), keys):
+        assert message in error.message
+
+
+@pytest.mark.parametrize(
+    "budget, chosen",
+    [(20, "wpe"), (80, "T wpe"), (137, "T wpe h.0.0"), (302, "T wpe h.0 h.1"), (999, "T wpe h.0 h.1 ln")],
+)
+def test_fill_takes_embeddings_then_modules_in_order(budget: int, chosen: str) -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)) for _ in range(2))  # 56 each
+    model = nn.ModuleDict({"wpe": nn.Embedding(1, 8), "wte": nn.Embedding(10, 7), "h": blocks})
+    model["head"], model["ln"] = nn.Linear(7, 10, bias=False), nn.LayerNorm(200)
+    model["head"].weight = model["wte"].weight
+    names, held = choose_modules(model, budget, lambda params: sum(param.numel() for param in params))
+    assert (names, held <= budget) == (chosen.replace("T", "wte head").split(), True)
+
+
+def test_fill_keeps_whole_what_fits_in_memory(ranks: Any) -> None:
+    text = ranks(2).run(fill_case)[0]
+    assert '"fill" keeps layers.0, layers.1, layers.2 whole: 8.47e-06 GB. 9.9e-08 of paro_memory_gb 3.1' in text
+    assert 'whole on each rank (paro_modules "fill"): 2,117 parameters, 8.47e-06 GB' in text
+
+
+def fill_case() -> str:
+    # 2,331 parameters in fp32, 20 bytes each over 2 ranks; the first three layers, 2,117 of them, also whole.
+    keys = placed("GGG", paro_modules="fill", paro_memory_gb=(2331 * 20 / 2 + 2117 * 4 + 99) / 1e9)
+    with logged() as lines:
+        training.make_engine(Job(sizes=networks.SQUARE, zero=SMALL), keys)
+    return "".join(text for level, text in lines if level == "WARNING")
+
+
+def test_a_second_gradient_of_a_sent_bucket_is_an_error(ranks: Any) -> None:
+    for message in ranks(2).run(late_case):
+        assert "layers.3.weight got another gradient in a backward" in message and "use_reentrant" in message
+
+
+def late_case() -> str:
+    engine, model = training.make_engine(
+        Job(sizes=networks.SQUARE, zero={**SMALL, "reduce_bucket_size": 1}), placed("NGG")
+    )
+    engine.optimizer.set_gradient_accumulation_boundary(True)
+    weight = model.layers[3].weight
+    for _ in range(2):
+        weight.grad = weight.detach().clone()
+        try:
+            engine.optimizer.reduce_ready_partitions_and_remove_grads(weight, 0)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
