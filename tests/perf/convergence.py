@@ -251,8 +251,7 @@ class Trainer:
         """Yield this rank's part of the held-out text."""
         length = self._model["sequence_length"]
         if self._study.large:
-            batches = Batches(self._held_out, engine, length, seed=0)
-            yield from map(batches.draw, range(BATCHES))
+            yield from map(Batches(self._held_out, engine, length, seed=0).draw, range(BATCHES))
             return
         for rows in held_out_rows(self._held_out, length, dist.get_rank(), dist.get_world_size()).split(64):
             yield rows[:, :-1], rows[:, 1:]
@@ -339,8 +338,7 @@ def main() -> int:
         for groups in args.groups:
             order.write_text(json.dumps([vars(run) for run in runs if run.groups == groups]))
             launch_workers(__spec__.name, order, args, groups * study.group_size, sys.argv[1:])
-    finished = [Run.read(args.runs / f"{run.name}.json") for run in runs]
-    return report(args, study, finished)
+    return report(args, study, [Run.read(args.runs / f"{run.name}.json") for run in runs])
 
 
 def report(args: argparse.Namespace, study: Study, runs: Sequence[Run]) -> int:

@@ -85,13 +85,6 @@ def make_model(layered: bool) -> nn.Sequential:
     return nn.Sequential(first, *layers, *parts[-2:])
 
 
-def forget_groups() -> None:
-    """Forget the process groups of earlier engines, so that the next one creates its groups, as in a new process."""
-    process_groups._cached_groups.clear()
-    process_groups._self_groups.clear()
-    deepspeed.utils.groups._WORLD_GROUP = None
-
-
 def section_of(method: str, group_size: int) -> dict[str, Any]:
     """Return ``zero_optimization`` of a strategy, or of one of DeepSpeed's own stages ("2")."""
     if method in STAGES:
@@ -101,8 +94,10 @@ def section_of(method: str, group_size: int) -> dict[str, Any]:
 
 
 def make_engine(zero: dict[str, Any], model: nn.Module, **more: Any) -> Any:
-    """Return an engine with this ``zero_optimization``, and more of the configuration."""
-    forget_groups()
+    """Return an engine with this ``zero_optimization``, and more of the configuration; it makes all its groups."""
+    process_groups._cached_groups.clear()
+    process_groups._self_groups.clear()
+    deepspeed.utils.groups._WORLD_GROUP = None
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},

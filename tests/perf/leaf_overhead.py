@@ -167,11 +167,7 @@ def work(name: str, folder: Path, args: argparse.Namespace) -> None:
 
 
 def run_case(name: str, ranks: int) -> list[dict[str, Any]]:
-    """Run a case, and return each rank's report.
-
-    Raises:
-        RunFailed: a rank failed, or the ranks did not end in time. No process is left.
-    """
+    """Run a case, and return each rank's report; RunFailed, with no process left, if a rank fails or does not end."""
     switch = {"DEEPSPEED_EXT_DISABLE": str(int(name in SWITCHED_OFF))}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, switch):
         launch(__spec__.name, [*sys.argv[1:], "--worker", name, folder], ranks, LOG, TIMEOUT)
@@ -179,11 +175,7 @@ def run_case(name: str, ranks: int) -> list[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace) -> Found:
-    """Run all cases, in rounds.
-
-    Raises:
-        RunFailed: a case failed, or its losses are not plain PyTorch's.
-    """
+    """Run all cases, in rounds; RunFailed if a case fails, or its losses are not plain PyTorch's."""
     reports_by_case: Found = {name: [] for name in CASES if args.packed or name != WINDOWS}
     for number in range(args.rounds):
         for name, known in reports_by_case.items():

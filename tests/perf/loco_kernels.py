@@ -59,8 +59,7 @@ class Case:
         return f"{self.operator} {str(self.dtype).removeprefix('torch.')} int{self.bits}{options}"
 
     def floor(self, numel: int) -> int:
-        """Return the bytes that must be read and written, see above, including padding of the last block and the
-        row."""
+        """Return the bytes that must be read and written, see above, with padding of the last block and the row."""
         own, wire = numel * self.dtype.itemsize, self.packing.row_bytes(numel)
         if self.operator in ("difference", "apply"):
             rows = PIECES if self.operator == "apply" else 1

@@ -118,6 +118,10 @@ def creation() -> Table:
     return ["creation, s", *(f"{ranks} ranks" for ranks in worlds)], lines
 
 
+def _against(file: str, setting: str) -> Table:
+    return tabulated.against(read(file), setting)
+
+
 def stage_name(method: str) -> str:
     return method if len(method) > 1 else f"ZeRO-{method}"
 
@@ -150,6 +154,11 @@ TABLES: dict[str, Callable[[], Table]] = {
     "2x2-large-4": lambda: tabulated.setting(read(CLUSTER), "2x2-large-4"),
     "2x2-large-4-muon": lambda: tabulated.setting(read(CLUSTER), "2x2-large-4-muon"),
     "2x2-large-4-bf16": lambda: tabulated.setting(read(CLUSTER), "2x2-large-4-bf16"),
+    **{
+        f"{name}-against": partial(_against, CLUSTER, name)
+        for name in ("2x2-large-4", "2x2-large-4-bf16", "2x2-large-4-muon")
+    },
+    "gpt2-against": partial(_against, "gpt2_cluster.csv", "2x2-gpt2"),
     "all": lambda: tabulated.all_settings(read(CLUSTER)),
     "equal-speed": lambda: tabulated.equal_speed(read(CLUSTER), "2x2-large-4"),
     "equal-speed-bf16": lambda: tabulated.equal_speed(read(CLUSTER), "2x2-large-4-bf16"),
@@ -174,7 +183,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "growth": growth,
     "host_time": host_time,
     "sum-errors": sum_errors.table,
-    "ordered": lambda: tabulated.measured([row for row in read("ordered_cluster.csv") if row.mbit == 100]),
     "network": network.table,
     "collectives": collectives.table,
     "collectives-large": lambda: collectives.table("64 MiB"),

@@ -32,14 +32,11 @@ PLAIN_SETTINGS = {SUMMED: "2x2-small-4", OVERLAPPING: "", EMULATED: "2x2-1"}  # 
 
 def is_calibration(case: Case) -> bool:
     """Return whether costs are fitted to this row."""
-    if case.plain:
-        return case.row.setting == PLAIN_SETTINGS[case.campaign]
-    return case.row.method in CALIBRATED
+    return case.row.setting == PLAIN_SETTINGS[case.campaign] if case.plain else case.row.method in CALIBRATED
 
 
 def slowness(all_cases: Sequence[Case]) -> dict[str, float]:
-    """Return the slowness of the host in each setting, relative to the first of its campaign; 1 with emulated
-    compute."""
+    """Return each setting's slowness of the host, relative to its campaign's first; 1 with emulated compute."""
     computes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for case in all_cases:
         computes[case.campaign, case.row.setting].append(compute_of_element(case))

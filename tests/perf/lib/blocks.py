@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 @dataclass
 class Pauses:
-    """Seconds that each block sleeps in its forward and backward; can be changed between steps.
-
-    While a host waits for a collective (in all ``ahead`` seconds), a device would compute the blocks that follow in
-    the same backward, which therefore sleep less.
-    """
+    """Seconds that each block sleeps in its forward and backward; can be changed between steps. While a host waits for
+    a collective (in all ``ahead`` seconds), a device would compute the blocks that follow in the same backward, which
+    therefore sleep less."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -42,11 +40,8 @@ class Sleep(torch.autograd.Function):
 
 
 class ShortcutBlock(nn.Module):
-    """Two layers with a shortcut.
-
-    It sleeps after its layers: its parameters are needed before the sleep, and its gradients are ready after the sleep
-    in backward.
-    """
+    """Two layers with a shortcut. It sleeps after its layers: its parameters are needed before the sleep, and its
+    gradients are ready after the sleep in backward."""
 
     def __init__(self, width: int, hidden: int, pauses: Pauses | None) -> None:
         super().__init__()
@@ -133,8 +128,7 @@ def make_blocks(count: int, width: int, hidden: int, pauses: Pauses | None = Non
 
 
 def make_rounded_blocks(count: int, width: int, hidden: int, dtype: torch.dtype) -> Blocks:
-    """Make fp32 blocks with weights that this dtype represents exactly: DeepSpeed makes masters from rounded
-    weights."""
+    """Make fp32 blocks with weights that this dtype represents exactly: masters are made from rounded ones."""
     blocks: Blocks = make_blocks(count, width, hidden).to(dtype).float()
     return blocks
 

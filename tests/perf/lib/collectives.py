@@ -34,12 +34,10 @@ STEPS = ((16, 1, 0), (4, 4, 0), (1, 16, 0), (1, 64, 0), (16, 1, 50), (16, 1, 100
 def moves(
     topology: process_groups.Topology, operation: str, elements: int, delay: float
 ) -> dict[str, tuple[Run, float]]:
-    """Return a function for each method, and how far its first result is from gloo's on any rank.
-
-    Two hops are our redistributions G -> N and N -> G. These order messages by column (rank in a group), so a message
-    is also copied, as flat buffers are. Windows overlap as buckets do: one's second hop and the next one's first.
-    Messages between nodes arrive ``delay`` seconds later, but not gloo's.
-    """
+    """Return a function for each method, and how far its first result is from gloo's on any rank. Two hops are our
+    redistributions G -> N and N -> G. These order messages by column (rank in a group), so a message is also copied,
+    as flat buffers are. Windows overlap as buckets do: one's second hop and the next one's first. Messages between
+    nodes arrive ``delay`` seconds later, but not gloo's."""
     sizes, groups, generator = topology.sizes, (topology.intra, topology.inter), torch.Generator()
     generator.manual_seed(topology.rank)
     numels, late = (elements, elements // sizes.ranks), 0.0 if topology.rank % sizes.group_size else delay
@@ -109,8 +107,7 @@ class CollectivesMeasurement(Measurement):
 
 
 def table(of: str = "") -> Table:
-    """Return seconds of each method for messages, and speeds relative to the flat ring: measured, and by bytes
-    alone."""
+    """Return seconds of each method for messages, and speeds relative to the flat ring: measured, and by bytes."""
     points, lines = dict[str, dict[str, Row]](), []
     for row in (row for row in read(CollectivesMeasurement.file) if of in row.method):
         point, _, method = row.method.rpartition(", ")

@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""One of any number of ranks, on torch's fake process group: collectives end at once, and are counted.
-
-Results have the right shape and dtype only. No counted number depends on values.
-"""
+"""One of any number of ranks, on torch's fake process group: collectives end at once, and are counted. Results have
+the right shape and dtype only. No counted number depends on values."""
 
 import functools
 import os

@@ -1,11 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-2 of transformers on an emulated cluster whose memory holds one method at a time.
-
-A method is created for its turn, takes its first steps over unlimited links, is timed at each rate, and is closed.
-Every step has the same tokens, so that losses fall within a few steps; losses of exact methods must be equal. Weights
-cannot be compared: in bf16, the spacing around a layer norm's 1.0 is larger than the change of a step.
-"""
+"""GPT-2 of transformers on an emulated cluster whose memory holds one method at a time. A method is created for its
+turn, takes its first steps over unlimited links, is timed at each rate, and is closed. Every step has the same tokens,
+so that losses fall within a few steps; losses of exact methods must be equal. Weights cannot be compared: in bf16, the
+spacing around a layer norm's 1.0 is larger than the change of a step."""
 
 import gc
 import statistics
@@ -36,12 +34,8 @@ RATE = 2e-4  # at 1e-3 the loss of a GPT-2 without a warm-up rises again, and ro
 
 
 class Gpt2(nn.Module):
-    """A ``GPT2LMHeadModel`` with tied embedding and head. It returns its own loss, and its blocks are units.
-
-    Args:
-        shape: differences of its configuration from GPT-2 with 124 M parameters.
-        note: called with the loss of each forward, detached.
-    """
+    """A ``GPT2LMHeadModel`` with tied embedding and head; ``shape`` has differences from GPT-2 with 124 M parameters.
+    It returns its own loss, whose value it gives to ``note``, and its blocks are units."""
 
     def __init__(self, shape: Mapping[str, Any], note: Callable[[Tensor], None]) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -121,8 +115,7 @@ class Gpt2Measurement(Measurement):
         setting = self.setting
         bucket, stage_bucket = (200_000, 5_000_000) if self._shape else (5_000_000, 200_000_000)
         model = partial(make_gpt2, self._shape, self._losses.append)
-        dtype = torch.bfloat16
-        more: dict[str, Any] = {"bucket": bucket, "stage_bucket": stage_bucket, "dtype": dtype, "rate": RATE}
+        more: dict[str, Any] = {"bucket": bucket, "stage_bucket": stage_bucket, "dtype": torch.bfloat16, "rate": RATE}
         return Workload(setting.accumulation, setting.ranks_per_node, model, **more)
 
     def batches(self, step: int) -> list[Batch]:

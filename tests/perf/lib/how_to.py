@@ -1,11 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the how-to pages, predicted by the planner. Predictions, not measurements: no GPU takes part.
-
-Nodes have eight GPUs. A GPU receives 2,400 Gbit/s inside its node, reaches 156 TFLOPS (half of an A100's), and has
-64 GB for model states. Training is in bf16 with Adam; a micro-batch has 4,096 tokens on each GPU, and a step has four
-micro-batches unless a table says otherwise. Recomputation and attention are not counted.
-"""
+"""Tables of the how-to pages, predicted by the planner. Predictions, not measurements: no GPU takes part. Nodes have
+eight GPUs. A GPU receives 2,400 Gbit/s inside its node, reaches 156 TFLOPS (half of an A100's), and has 64 GB for
+model states. Training is in bf16 with Adam; a micro-batch has 4,096 tokens on each GPU, and a step has four
+micro-batches unless a table says otherwise. Recomputation and attention are not counted."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,15 +37,8 @@ def cluster(gbps: float) -> Cluster:
 def dense(
     parameters: int, trained: int | None = None, *, accumulation: int = 4, tokens: int = MICRO_TOKENS, width: float = 2
 ) -> Model:
-    """Return a model without experts.
-
-    Args:
-        parameters: number of all parameters.
-        trained: number of the trained ones; None for all.
-        accumulation: micro-batches per step.
-        tokens: tokens of a micro-batch on each GPU.
-        width: bytes of a frozen parameter.
-    """
+    """Return a model without experts, of which ``trained`` parameters are trained, by default all; a frozen one has
+    ``width`` bytes. A micro-batch has ``tokens`` on each GPU."""
     elements = parameters if trained is None else trained
     states = ModelStates.of(parameters, trained)
     if trained is not None:
@@ -152,8 +143,7 @@ def ulysses() -> Table:
     for count in (1, 4):
         for name in ("ZeRO-3", "IIG"):
             models = [dense(SIZE, accumulation=count, tokens=length // SEQUENCE_PARALLEL) for length in lengths]
-            cells = [seconds(planned(4, model, 25)[1][name]) for model in models]
-            lines.append([hyphenate(name), str(count), *cells])
+            lines.append([hyphenate(name), str(count), *[seconds(planned(4, model, 25)[1][name]) for model in models]])
     return ["", "accumulation", *(f"{length:,} tokens" for length in lengths)], lines
 
 
@@ -162,8 +152,7 @@ def mixture() -> Table:
     sizes = GroupSizes(4 * PER_NODE, PER_NODE)
     rates = (25, 100)
     with_experts = replace(MIXTURE.model(sizes.ranks, cluster(1)), accumulation=4, overlap_updates=False)
-    total = MIXTURE.dense + MIXTURE.experts
-    as_dense = replace(dense(total), compute=with_experts.compute)
+    as_dense = replace(dense(MIXTURE.dense + MIXTURE.experts), compute=with_experts.compute)
     lines = []
     for model, label, names in (
         (as_dense, "", ("ZeRO-3", "IIG")),
@@ -186,8 +175,7 @@ def saving() -> Table:
         model = dense(size)
         outcome, rows = planned(4, model, 100)
         for name in names:
-            rates = replace(outcome.rates, host=COPIES)
-            cost = predict_saves(saves, rows[name], outcome.sizes, model, rates).saves
+            cost = predict_saves(saves, rows[name], outcome.sizes, model, replace(outcome.rates, host=COPIES)).saves
             cells = [f"{cost.total / GIGA:.0f}", f"{cost.of_first_rank / GIGA:.3g}"]
             lines.append(
                 [

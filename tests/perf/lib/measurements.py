@@ -203,8 +203,7 @@ class Measurement:
     def missed(cls, rows: Sequence[Row]) -> list[str]:
         """Return the methods that miss their required speed relative to ``stock``."""
         setting = cls.settings[rows[0].setting]
-        first = [row for row in rows if row.mbit == setting.mbit[0]]
-        return slower(first, cls.stock, cls.least.get(setting.name, {}))
+        return slower([row for row in rows if row.mbit == setting.mbit[0]], cls.stock, cls.least.get(setting.name, {}))
 
 
 class BlocksMeasurement(Measurement):
@@ -276,10 +275,8 @@ class PausedMeasurement(Measurement):
 
 
 class OverlapMeasurement(PausedMeasurement):
-    """Overlap of communication between nodes with compute, which is emulated: blocks sleep.
-
-    W, the seconds in which a link carries two hops of the model, is ``ratio`` times the compute of a micro-batch.
-    """
+    """Overlap of communication between nodes with compute, which is emulated: blocks sleep. W, the seconds in which a
+    link carries two hops of the model, is ``ratio`` times the compute of a micro-batch."""
 
     file = "overlap.csv"
     settings = settings.OVERLAP
@@ -313,10 +310,8 @@ class OverlapMeasurement(PausedMeasurement):
 
 class PaperMeasurement(PausedMeasurement):
     """The paper's comparisons. Compute takes as long, relative to the communication of the baseline, as in the paper.
-
     On a device, reductions overlap with the compute that follows in the same backward. On gloo, stages wait for them,
-    so blocks sleep less after a reduction.
-    """
+    so blocks sleep less after a reduction."""
 
     file = paper.FILE
     settings = paper.EMULATED
@@ -405,9 +400,7 @@ class NetworkMeasurement(Measurement):
 
 class OuterMeasurement(PausedMeasurement):
     """An outer optimizer between two nodes, compared with methods that communicate in every step; compute is emulated.
-
-    A turn with an outer optimizer is a period of H steps that is not timed, and a timed one: its step is their mean.
-    """
+    Its turn is a period of H steps that is not timed, and a timed one, of which its step is the mean."""
 
     file = "outer_cluster.csv"
     settings = settings.OUTER

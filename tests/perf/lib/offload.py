@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """Parameters in host memory, over a link with a limited rate between host and device, which share their memory here.
-
 After a copy over this link, the rank sleeps for the time that its bytes take, in addition to the time of the copy
-itself. The rank does nothing else meanwhile, which is a disadvantage for methods that copy more.
-"""
+itself. The rank does nothing else meanwhile, which is a disadvantage for methods that copy more."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +28,7 @@ from tests.perf.lib.turns import over_ranks
 
 
 class Pcie:
-    """The link of this rank.
-
-    Attributes:
-        gigabytes: rate per second; None without a limit.
-        nbytes: bytes copied in both directions together.
-    """
+    """The link of this rank: gigabytes per second, None without a limit, and bytes copied in both directions."""
 
     def __init__(self) -> None:
         self.gigabytes: float | None = None
@@ -49,12 +42,10 @@ class Pcie:
 
     @contextmanager
     def between(self) -> Iterator[None]:
-        """Put the link between parameters in host memory and the device. All engines must offload theirs.
-
-        Strategies with p = I and os = G have ``HostRows``, the others ``DeviceRows`` with rows on the host, and stock
-        ZeRO-3 copies a partition right before it is gathered. An optimizer's step on the device writes the host's
-        copy: ``HostRows`` when updates have been received, the others at once.
-        """
+        """Put the link between parameters in host memory and the device. All engines must offload theirs. Strategies
+        with p = I and os = G have ``HostRows``, the others ``DeviceRows`` with rows on the host, and stock ZeRO-3
+        copies a partition right before it is gathered. An optimizer's step on the device writes the host's copy:
+        ``HostRows`` when updates have been received, the others at once."""
         with ExitStack() as stack:
             for owner, name, nbytes in (
                 (HostRows, "_copy", lambda rows, source, target: source.nbytes),
@@ -103,8 +94,7 @@ class OffloadMeasurement(Measurement):
     def make_workload(self) -> Workload:
         setting, size = self.setting, SIZES[self.setting.size]
         model = partial(make_adapted_blocks, *size, 1) if setting.lora else partial(make_blocks, *size)
-        zero = {"offload_param": {"device": "cpu"}}
-        return Workload(setting.accumulation, setting.ranks_per_node, model, zero=zero)
+        return Workload(setting.accumulation, setting.ranks_per_node, model, zero={"offload_param": {"device": "cpu"}})
 
     def compare(self) -> dict[str, float]:
         self._links.enter_context(self._pcie.between())  # engines want DeepSpeed's own functions as they are made

@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The ratios that the PaRO paper published, and the same ratios predicted and emulated. Pure.
-
-Nodes have eight A100s. A micro-batch of a GPU has 4 sequences of 512 tokens, and 65B recomputes activations, which
-adds a forward. The rate between nodes is fitted: of ``GBPS``, it is the one with the smallest median miss.
-"""
+"""The ratios that the PaRO paper published, and the same ratios predicted and emulated. Pure. Nodes have eight A100s.
+A micro-batch of a GPU has 4 sequences of 512 tokens, and 65B recomputes activations, which adds a forward. The rate
+between nodes is fitted: of ``GBPS``, it is the one with the smallest median miss."""
 
 import functools
 import statistics
@@ -85,8 +83,7 @@ def predicted(method: str, sizes: GroupSizes, model: Model, rates: Rates) -> Pre
     if "shipped" in method:
         states = replace(model.states, gradients=2 * model.states.gradients)
         model = replace(model, states=states, gradient_bytes=2 * model.gradient_bytes)
-    stage = {"1": "NNG", "2": "NGG", "3": "GGG"}[method[len("ZeRO-")]]
-    return predict_plain_stage(stage, sizes, model, rates)
+    return predict_plain_stage({"1": "NNG", "2": "NGG", "3": "GGG"}[method[len("ZeRO-")]], sizes, model, rates)
 
 
 def ratios(seconds: Callable[[Where], float | None]) -> Ratios:

@@ -1,11 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel training methods behind one interface, for benchmarks that compare them.
-
-A group is a node of consecutive ranks. The model returns its own loss, and its ``blocks`` are gathered as one. All
-methods train with the same optimizer and average over micro-batches and ranks; each is set up as its documentation
-proposes for gradient accumulation (``Method.setup``). They train in fp32, or compute in bf16 and update fp32 masters.
-"""
+"""Data-parallel training methods behind one interface, for benchmarks that compare them. A group is a node of
+consecutive ranks. The model returns its own loss, and its ``blocks`` are gathered as one. All methods train with the
+same optimizer and average over micro-batches and ranks; each is set up as its documentation proposes for gradient
+accumulation (``Method.setup``). They train in fp32, or compute in bf16 and update fp32 masters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,10 +81,8 @@ class Workload:
 
     @classmethod
     def overlapping(cls, steps: int, group_size: int, make_model: Callable[[], nn.Module], block: int) -> "Workload":
-        """Return a workload with buckets of the size of a model's block, and all overlap that DeepSpeed has.
-
-        A block is gathered while the previous one runs, and sub-groups are as small as buckets.
-        """
+        """Return a workload with buckets of the size of a model's block, and all overlap that DeepSpeed has. A block
+        is gathered while the previous one runs, and sub-groups are as small as buckets."""
         live = {"stage3_max_live_parameters": 3 * block, "stage3_prefetch_bucket_size": block, "sub_group_size": block}
         buckets: dict[str, Any] = {"bucket": block, "stage_bucket": block, "ddp_mib": 4 * block / 2**20}
         return cls(steps, group_size, make_model, **buckets, zero={"overlap_comm": True}, lean=LEAN | live)
@@ -107,10 +103,8 @@ class Method(ABC):
             self._micro_step(inputs, targets, number == len(batches), self._look if watch else lambda: None)
 
     def held(self) -> StateBytes:
-        """Return the bytes of model states on this rank, at their peak in the last recorded step.
-
-        They are counted from storages after each forward and each backward, without communication buckets.
-        """
+        """Return the bytes of model states on this rank, at their peak in the last recorded step. They are counted
+        from storages after each forward and each backward, without communication buckets."""
         return self._most
 
     def finish(self) -> None:  # noqa: B027 (most have nothing to do)
@@ -286,10 +280,8 @@ class FSDP2(TorchMethod):
 
 
 class OuterFSDP2(FSDP2):
-    """``fully_shard`` in each node, and DiLoCo between nodes every H steps, by PyTorch's SGD, in fp32.
-
-    It uses one all-reduce of weight changes; each rank has the outer states of its part, as with torchft's DiLoCo.
-    """
+    """``fully_shard`` in each node, and DiLoCo between nodes every H steps, by PyTorch's SGD, in fp32. It uses one
+    all-reduce of weight changes; each rank has the outer states of its part, as with torchft's DiLoCo."""
 
     def __init__(self, workload: Workload, name: str, every: int, outer: Mapping[str, Any]) -> None:
         super().__init__(workload, name, apart=True)

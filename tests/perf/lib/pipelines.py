@@ -186,8 +186,7 @@ class PipelineMeasurement(Measurement):
         row.more["activation_bytes"] = self._activations[0 if piped else 1]
         row.more["formula_held"] = STRATEGIES[SAME_AS.get(name, name)].memory(sizes, largest).total
         if moves := MOVES.get(name):
-            each = accumulation * moves[0] + moves[1]
-            row.formula_bytes = each * (1 - 1 / sizes.ranks) * mean.parameters
+            row.formula_bytes = (accumulation * moves[0] + moves[1]) * (1 - 1 / sizes.ranks) * mean.parameters
         else:
             volume = STRATEGIES[name].volume(sizes, mean, accumulation)
             row.formula_bytes, row.more["formula_intra"] = volume.inter * group, volume.intra

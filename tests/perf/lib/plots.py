@@ -20,23 +20,15 @@ def draw(
     table: Table,
     shade: tuple[float, float, str] | None = None,
 ) -> None:
-    """Draw curves as SVG. Infinity has a place of its own, to the right of the largest number.
-
-    Args:
-        path: the file.
-        curves: points by name.
-        ticks: labels of the horizontal axis, in its order.
-        labels: of both axes.
-        table: the drawn rows, for the file's description.
-        shade: an interval of the horizontal axis, and its name.
-    """
+    """Draw curves, points by name, as SVG. Infinity has a place of its own, to the right of the largest number.
+    ``ticks`` are labels of the horizontal axis, in its order; ``table``, the drawn rows, is the file's description;
+    ``shade``, an interval of the horizontal axis, and its name."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
     beyond = 4 * max(at for at in ticks if not math.isinf(at))
-    style = {"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9}
-    with rc_context(style):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9}):
         figure = Figure(figsize=(8, 4.4), layout="constrained")
         axes = figure.subplots()
         for (name, points), color in zip(curves.items(), COLORS[-len(curves) :], strict=True):

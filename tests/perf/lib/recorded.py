@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of steps compared with measurements: exposed communication, the cost of recording, and predictions.
-
-Exposed time is a step's time beyond compute: in a report, the sum of all other parts.
-"""
+"""Reports of steps compared with measurements: exposed communication, the cost of recording, and predictions. Exposed
+time is a step's time beyond compute: in a report, the sum of all other parts."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -102,11 +100,8 @@ def recorded_turn(method: Any, turn: Callable[[Method], Turn], ranks_per_node: i
 
 class WhatIfMeasurement(BlocksMeasurement):
     """Accuracy of ``plan --from``: steps at the rates of ``ELSEWHERE``, compared with predictions from reports at
-    ``AT``.
-
-    From the report of ZeRO-3, all other methods are predicted as well. Rates of links are those of payload: a frame of
-    1514 bytes carries 1448.
-    """
+    ``AT``. From the report of ZeRO-3, all other methods are predicted as well. Rates of links are those of payload: a
+    frame of 1514 bytes carries 1448."""
 
     usual = ("2x2-small-4",)
     file = "what_if.csv"

@@ -179,8 +179,7 @@ class Row:
 
     @classmethod
     def from_csv(cls, cells: dict[str, str]) -> "Row":
-        """Return the result of a row of a file; its round has the minimum, the median, and the maximum of all
-        steps."""
+        """Return the result of a row of a file; its round has minimum, median and maximum of all steps."""
         numbers = {name: _number(value) for name, value in cells.items()}
         rate = cells["link_mbit"]
         return cls(
@@ -227,10 +226,8 @@ def read(file: str) -> list[Row]:
 
 
 def speed(row: Row, other: Row) -> Ratio:
-    """Return the speed of a method relative to another, with the interval of ``deepspeed_ext.tools.compare``.
-
-    Only rounds that both have are used.
-    """
+    """Return the speed of a method relative to another, with the interval of ``deepspeed_ext.tools.compare``. Only
+    rounds that both have are used."""
     rounds = min(len(row.seconds), len(other.seconds))
     return ratio(row.seconds[:rounds], other.seconds[:rounds])
 

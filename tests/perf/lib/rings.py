@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Flat rings on gloo, with the bytes that they have on NCCL: an all-gather, and reductions of the baselines.
-
-gloo's reduce-scatter sends the bytes of an all-reduce, and its rooted reduces more than NCCL's chains. A ring over
-ranks that are numbered node by node crosses each link once, with (n - 1)/n of the bytes.
-"""
+"""Flat rings on gloo, with the bytes that they have on NCCL: an all-gather, and reductions of the baselines. gloo's
+reduce-scatter sends the bytes of an all-reduce, and its rooted reduces more than NCCL's chains. A ring over ranks that
+are numbered node by node crosses each link once, with (n - 1)/n of the bytes."""
 
 import time
 from collections import defaultdict
@@ -39,11 +37,9 @@ def ring_all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup, d
 def _pass_around(
     part: Tensor, received: Sequence[Tensor], added: Sequence[Tensor], group: dist.ProcessGroup, delay: float
 ) -> Tensor:
-    """Send a part to the successor, then each received one after an addition, if any; return the last one.
-
-    Parts are sent in windows: a small bucket of ZeRO-1 and -2 belongs to one rank, whose sum would cross links in
-    turn. Receives come first, see Note [Pairwise messages]. ``delay``: seconds by which parts arrive later.
-    """
+    """Send a part to the successor, then each received one after an addition, if any; return the last one. Parts are
+    sent in windows: a small bucket of ZeRO-1 and -2 belongs to one rank, whose sum would cross links in turn. Receives
+    come first, see Note [Pairwise messages]. ``delay``: seconds by which parts arrive later."""
     before, after = (dist.get_global_rank(group, (group.rank() + shift) % group.size()) for shift in (-1, 1))
     steps = [buffer.split(WINDOW) for buffer in received]
     receives = [[dist.irecv(window, before, group) for window in windows] for windows in steps]

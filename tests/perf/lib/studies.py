@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Studies of ``tests.perf.convergence``: methods, files of runs, verdicts from their losses, and rows.
-
-Imports neither torch nor DeepSpeed.
-"""
+"""Studies of ``tests.perf.convergence``: methods, files of runs, verdicts from their losses, and rows. Imports neither
+torch nor DeepSpeed."""
 
 import itertools
 import json
@@ -272,11 +270,7 @@ class Run:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def found(self, folder: Path) -> "Run | None":
-        """Return this run from its file; None if there is no file.
-
-        Raises:
-            ValueError: the file is of a run with another text or other steps.
-        """
+        """Return this run from its file, None without one; ValueError if that has another text or other steps."""
         path = folder / f"{self.name}.json"
         if not path.exists():
             return None
@@ -336,8 +330,7 @@ def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]
 
 
 def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
-    """Judge each method that has a bound, by the ratio of losses with the interval of ``tools/compare``; seeds are
-    rounds."""
+    """Judge each method that has a bound, by the ratio of losses with ``tools/compare``'s interval over seeds."""
     for (optimizer, groups, name), cell in cells(study, runs).items():
         method, each = study.methods[name], cell.differences(cell.against)
         if method.bound is None or not each:

@@ -11,7 +11,7 @@ from tests.perf.lib import settings
 from tests.perf.lib.records import Row, Table, seconds_of, speed
 from tests.perf.lib.settings import BLOCKS, BOTH, FP32, LOCO, MUON, NATIVE, OUTER, OVERLAP, RATIOS, WIDE, rate_name
 
-PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
+PEERS = ("HSDP", "DDP")
 OVERLAP_PEERS = ("DDP", "HSDP kept", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2 kept")
 NOISE = 1.02  # of memory: buffers of a few bytes
 NEAR = 0.1  # a prediction is
@@ -136,6 +136,22 @@ def equal_speed(rows: Sequence[Row], name: str) -> Table:
             line += ["none", ""] if row is None else [f"{row.method}, {row.median:.2f} s", _beside(row, peer)]
         lines.append(line)
     return header, lines
+
+
+def against(rows: Sequence[Row], name: str, methods: Sequence[str] = ("NNG", "NIG", "IIG", f"NIG{BOTH}")) -> Table:
+    """Return how many times as fast as each peer these methods are at each rate, the fastest peer first; in
+    parentheses their memory relative to the peer's."""
+    rows = [row for row in rows if row.setting == name and NATIVE not in row.method]
+    rates = list(dict.fromkeys(row.mbit for row in rows))
+    lines = []
+    for rate in rates:
+        rows_by_method = {row.method: row for row in rows if row.mbit == rate}
+        ours = [rows_by_method[method] for method in methods if method in rows_by_method]
+        for peer in sorted(rows_by_method.values(), key=lambda row: row.median):
+            if not any(strategy in peer.method for strategy in STRATEGIES):
+                cells = [f"{speed(row, peer).value:.2f} ({row.memory / peer.memory:.2f})" for row in ours]
+                lines.append([f"{rate_name(rate)}, {peer.method}", *cells])
+    return ["Mbit/s, peer", *(method for method in methods if any(row.method == method for row in rows))], lines
 
 
 def _beside(row: Row, peer: Row) -> str:

@@ -104,8 +104,7 @@ def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
     described = replace(describe(make_blocks(*SIZES["narrow"], Pauses()), units=NO_UNITS), **shared_settings)
     for row in records.read("overlap.csv"):
         setting = OVERLAP[row.setting]
-        compute = row.compute / setting.accumulation
-        model = replace(described, accumulation=setting.accumulation, compute=compute)
+        model = replace(described, accumulation=setting.accumulation, compute=row.compute / setting.accumulation)
         yield row, _case(row, EMULATED, setting.sizes, model)
 
 
@@ -200,10 +199,8 @@ def compute_of_element(case: Case) -> float:
 
 
 def fit(cases: Sequence[tuple[Case, float]], start: HostCosts) -> HostCosts:
-    """Return the costs whose ratios of predicted to measured steps are nearest to 1.
-
-    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors, near the start of the search.
-    """
+    """Return the costs whose ratios of predicted to measured steps are nearest to 1. Gauss-Newton, damped, on the
+    logarithms of both, by the sum of absolute errors, near the start of the search."""
     begin = numpy.log(numpy.array(astuple(start)))
     identity = numpy.eye(len(begin))
 

@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that take turns on an emulated cluster, in the same processes, as seen by one rank.
-
-The order alternates between rounds, so that other load affects all methods. A turn from which the host of a virtual
-machine has taken CPU time (/proc/stat) is repeated unless it is long.
-"""
+"""Methods that take turns on an emulated cluster, in the same processes, as seen by one rank. The order alternates
+between rounds, so that other load affects all methods. A turn from which the host of a virtual machine has taken CPU
+time (/proc/stat) is repeated unless it is long."""
 
 import ctypes
 import itertools
@@ -44,13 +42,8 @@ class Turn(NamedTuple):
 
 
 class Compute(Method):
-    """Work that every method needs: forward and backward on full parameters, and an update of 1/n of them.
-
-    Muon's update is that of full matrices, of every n-th one here.
-
-    Attributes:
-        orthogonalizing: seconds of Muon's last update.
-    """
+    """Work that every method needs: forward and backward on full parameters, and an update of 1/n of them. Muon's is
+    that of full matrices, of every n-th one here, the last of which took ``orthogonalizing`` seconds."""
 
     orthogonalizing = 0.0
 
@@ -136,8 +129,7 @@ class Turns:
         return self._make_batches(self._steps[method.name])
 
     def warm_up(self, method: Method, watch: bool = True) -> list[float]:
-        """Open connections, record modules, and create moments; return the bytes of states on the rank with the
-        most."""
+        """Open connections, record modules, and create moments; return the most bytes of states on a rank."""
         for number in range(WARM_UP_STEPS):
             method.step(self._batches(method), watch=watch and number > 0)
             method.finish()
@@ -166,10 +158,8 @@ class Turns:
         return self._undisturbed(run, 1)
 
     def steps_in_a_row(self, method: Method, count: int, before: int = 1) -> Turn:
-        """Time this many steps after others, because each step waits for the previous one's work in flight.
-
-        A step lasts from the end of the previous one to its own, each on the last rank: a machine has one clock.
-        """
+        """Time this many steps after others, because each step waits for the previous one's work in flight. A step
+        lasts from the end of the previous one to its own, each on the last rank: a machine has one clock."""
 
         def run() -> list[float]:
             ends = []
@@ -183,8 +173,7 @@ class Turns:
         return self._undisturbed(run, count + before)
 
     def _undisturbed(self, run: Callable[[], list[float]], steps: int) -> Turn:
-        """Take a turn from which the host of this machine has taken little CPU time: the best of several, unless it is
-        long."""
+        """Take a turn from which this machine's host took little CPU time: the best of several, unless it is long."""
         tried: list[Turn] = []
         while len(tried) < TRIES:
             tried.append(self._turn(run, steps))

@@ -126,12 +126,12 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
     late = max(100 * (tabulated.stopped_share(row, saved) or 0.0) for row in missed)
     choices = [line[-2:] for line in tables.TABLES["all"]()[1]]
     exact, loco = (max(float(line[i]) for line in choices if line[i]) for i in (0, 1))
-    assert exact <= 1.07 and loco <= 1.16 and len(choices) == 15
+    assert exact <= 1.07 and loco <= 1.10 and len(choices) == 15
     slowest, slow_link = (rows("network.csv", "2x2-curve-4", rate) for rate in (5, 100))
     hsdp, kept = "HSDP (reduces in bf16)", "HSDP kept (reduces in bf16)"
     sentences = (
         f"{predicted} of PaRO's {len(paper.CLAIMS)} ratios are predicted within 15 %, {emulated} emulated",
-        f"4,096 costs {apart_by['block 4096']:.1f} % (one seed), no feedback {apart_by['no errors']:.2f} %",
+        f"4,096 costs {apart_by['block 4096']:.1f} %, no feedback {apart_by['no errors']:.2f} %",
         "two hops take {:.2f} of a flat ring's seconds on 2x8 ranks, {:.2f} on 8x2".format(*hops),
         f"N-I-G is {times(fp32, 'NIG', 'ZeRO-3'):.1f} times as fast as ZeRO-3 without caching, "
         f"{times(fp32, 'NIG', 'ZeRO-3 defaults'):.1f} times as its defaults, "
@@ -160,7 +160,7 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
         f"slow disk stalls training for at most {worst:.1%} of a synchronous one, ".replace("%", " %")
         + f"of I-I-G on a real disk for {late:.1f} %",
         f"a step of ZeRO-1 takes {free['ZeRO-1'].median:.2f} s, of N-I-G {free['NIG'].median:.2f} s",
-        "takes at most 1.07 times as long as the best measured strategy, 1.16 times with LoCo",
+        "takes at most 1.07 times as long as the best measured strategy, 1.10 times with LoCo",
         f"N-N-G takes {times(pipes, 'ZeRO-1', 'NNG'):.2f} of ZeRO-1's seconds, "
         f"N-I-G {times(pipes, 'ZeRO-1', 'NIG'):.2f}; "
         f"a rank receives {piped['NIG']} from other nodes, under ZeRO-1 {piped['ZeRO-1']}",
@@ -212,7 +212,7 @@ def test_figures_of_one_host_have_their_rows() -> None:
     leaf = {row["case"]: row for row in read_rows(RESULTS / "leaf_overhead.csv") if row["packed"] == "False"}
     cost, made = read_rows(RESULTS / "import_cost.csv"), table("creation")
     host = {row["method"]: float(row["ms_median"]) for row in read_rows(RESULTS / "host_time.csv")}
-    errors, measured = sum_errors.errors(), rows("ordered_cluster.csv", "2x2-large-4")
+    errors = sum_errors.errors()
     ordered, ring = (errors["noise", name][64] for name in ("ordered", "ring"))
     imported = [row["median_ms"] for row in cost if row["measured"] == "of that ours"]
     sentences = (
@@ -226,8 +226,6 @@ def test_figures_of_one_host_have_their_rows() -> None:
         f"I-I-G takes {host['IIG'] / host['HSDP']:.2f} of HSDP's host time "
         f"(kept: {host['IIG'] / host['HSDP, kept']:.1f}), N-I-G {host['NIG'] / host['ZeRO-2']:.2f} of ZeRO-2's",
         f"the error of an ordered sum is {ordered / ring:.2f} of a bf16 ring's",
-        f"N-I-G is {times(measured, 'NIG', 'ZeRO-3 defaults'):.1f} times as fast as ZeRO-3's defaults, "
-        f"{times(measured, 'NIG', 'ZeRO-1'):.1f} times as ZeRO-1, {times(measured, 'NIG', 'HSDP'):.1f} times as HSDP",
     )
     assert not missing(sentences)
 
