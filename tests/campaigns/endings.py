@@ -172,8 +172,7 @@ def train(case: Case, rank: int, saves: Path) -> None:
             if rank == case.late_rank:
                 _delay(optimizer, case.late, case.kind.startswith("killed late"))
             _end_early(case, rank)
-        loss = engine(torch.randn(2, 16)).square().mean()
-        engine.backward(loss)
+        engine.backward(engine(torch.randn(2, 16)).square().mean())
         engine.step()
     if case.save:
         _save(case, rank, engine, saves)

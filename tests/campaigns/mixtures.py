@@ -128,8 +128,7 @@ def replaying(model: Any, architecture: Architecture) -> Any:
             module.kept = index.detach().clone()
         retained = module.kept
         if scores.shape == retained.shape:  # scores of those that were chosen
-            logits = output[0].softmax(-1)
-            chosen = logits.gather(-1, retained)
+            chosen = output[0].softmax(-1).gather(-1, retained)
             return (*output[:-2], chosen / chosen.sum(-1, keepdim=True), retained)
         return (*output[:-2], torch.zeros_like(scores).scatter(-1, retained, scores.gather(-1, retained)), retained)
 

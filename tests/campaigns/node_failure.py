@@ -107,8 +107,7 @@ class Run:
             self.engine.load_checkpoint(checkpoints)
             self.report("loaded", step=self.engine.global_steps)
         while (step := self.engine.global_steps) < STEPS:
-            loss = self._step(step)
-            self.report("trained", step=step, loss=loss)
+            self.report("trained", step=step, loss=self._step(step))
             if self._plan.in_memory:
                 self._ask("saving", step)
                 deepspeed_ext.save_in_memory(self.engine, checkpoints)
@@ -176,11 +175,7 @@ class Outcome:
 
 
 def train(folder: Path, plan: Plan) -> Outcome:
-    """Run until the end; kill the second node when it asks.
-
-    Raises:
-        RuntimeError: it did not end well.
-    """
+    """Run until the end, and kill the second node when it asks; RuntimeError if that did not end well."""
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(asdict(plan)))
     killed = math.nan
@@ -219,8 +214,7 @@ def train(folder: Path, plan: Plan) -> Outcome:
 
 
 def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[str, Any]]:
-    """Return whether a run with saves at this interval continued correctly; the steps that it lost, and the seconds of
-    each part of its recovery."""
+    """Return whether a run with such saves continued correctly; the steps it lost; seconds of each recovery part."""
     noticed = found.after("noticed", found.killed)
     started = found.after("started", noticed["time"])
     loaded = found.after("loaded", started["time"])

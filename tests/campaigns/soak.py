@@ -75,11 +75,9 @@ class Sample(NamedTuple):
 
 
 def run_soak(case: Case, steps: int, seed: int) -> tuple[list[Sample], bool]:
-    """Train this number of steps; return samples, and whether losses are finite and replicas equal at the end.
-
-    With p = I and G it stays one engine: DeepSpeed's ZeRO-3 keeps each that was ever made, by hooks of gradient
-    accumulators, which the garbage collector does not see through.
-    """
+    """Train this number of steps; return samples, and whether losses are finite and replicas equal at the end. With p
+    = I and G it stays one engine: DeepSpeed's ZeRO-3 keeps each that was ever made, by hooks of gradient accumulators,
+    which the garbage collector does not see through."""
     from tests.campaigns.fuzz.events import EVENTS
     from tests.campaigns.fuzz.run import Run
     from tests.harness import training

@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """Tables of options, and few rows that together have every pair of values of two options, or each combination of more.
-
 An option has named values; the first one is the default. A row has one value of each option. Values that cannot be
-combined are listed with the reason. Pure: tables are read when tests are collected.
-"""
+combined are listed with the reason. Pure: tables are read when tests are collected."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,8 +67,7 @@ class Table(NamedTuple):
 
     def rows(self, strength: int = 2, salt: str = "") -> list[Row]:
         """Return a covering array with the row that has everything, then one for each exclusion that concerns some
-        strategies: there, the other strategies run the excluded values with each value of another option.
-        The result is always the same."""
+        strategies: there, the others run the excluded values with each value of another option. Always the same."""
         more = {"strength": strength, "presets": [self.everything()]}
         several = [item for item in self.excluded if item.of_several]
         results = self._array(several, {}, salt, more)

@@ -95,6 +95,5 @@ def sources_of(module: Path, seen: set[Path] | None = None) -> str:
     seen.add(module)
     text = module.read_text(encoding="utf-8")
     for name in re.findall(r"^\s*(?:from|import) ((?:deepspeed_ext|scripts|tests)[\w.]*)", text, re.MULTILINE):
-        path = ROOT / name.replace(".", "/")
-        text += sources_of(path.with_suffix(".py"), seen)
+        text += sources_of((ROOT / name.replace(".", "/")).with_suffix(".py"), seen)
     return text

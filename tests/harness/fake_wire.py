@@ -212,10 +212,6 @@ def _all_to_all_single(
     return [out], [sent], arrive
 
 
-def _broadcast(group: Any, tensors: list[Tensor], opts: Any = None) -> Plan:
-    return _all_reduce(group, tensors, _Kept)
-
-
 class _Kept:
     """Options of a broadcast: the others have the same."""
 
@@ -230,7 +226,7 @@ _COLLECTIVES: dict[str, Callable[..., Plan]] = {
     "allgather": _all_gather,
     "allreduce": _all_reduce,
     "reduce": _reduce,
-    "broadcast": _broadcast,
+    "broadcast": lambda group, tensors, opts=None: _all_reduce(group, tensors, _Kept),
 }
 
 

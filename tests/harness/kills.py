@@ -1,10 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Kills of ranks during a save; a real SIGKILL.
-
-``killed_case`` trains, saves, trains on, saves again and dies during that save; ``survived_case`` loads in new
-processes.
-"""
+"""Kills of ranks during a save; a real SIGKILL. ``killed_case`` trains, saves, trains on, saves again and dies during
+that save; ``survived_case`` loads in new processes."""
 
 import os
 import random

@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves into memory of nodes, of which one is lost; everything here runs inside rank processes.
-
-A node is a group of two ranks with a folder of its own.
-"""
+"""Saves into memory of nodes, of which one is lost; everything here runs inside rank processes. A node is a group of
+two ranks with a folder of its own."""
 
 import json
 import shutil

@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Waits of ours that are left out, one at a time: the checker of stream order must find each.
-
-A site is a call in the package that orders streams, or has the host wait. All of them are found in its sources.
-"""
+"""Waits of ours that are left out, one at a time: the checker of stream order must find each. A site is a call in the
+package that orders streams, or has the host wait. All of them are found in its sources."""
 
 import ast
 import functools

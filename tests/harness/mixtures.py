@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of layers with experts, with difficulties for fetching modules as one unit.
-
-All are called like ``training.Network``; the subclasses each have one difficulty.
-"""
+"""Networks of layers with experts, with difficulties for fetching modules as one unit. All are called like
+``training.Network``; the subclasses each have one difficulty."""
 
 from collections.abc import Sequence
 from typing import Any

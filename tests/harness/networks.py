@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Networks with difficulties for gathering parameters: shared weights, borrowed weights, paths that ranks choose.
-
-All are called like ``training.Network``; layers 1 to the last but one must be equally wide.
-"""
+"""Networks with difficulties for gathering parameters: shared weights, borrowed weights, paths that ranks choose. All
+are called like ``training.Network``; layers 1 to the last but one must be equally wide."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -111,10 +109,8 @@ class Mixture(Network):
 
 
 class Tangled(Network):
-    """Layers 1 and 2 share a weight, layer 1 is applied twice, and two modules borrow this weight.
-
-    Each rank makes sequences of its own length, 1 to 4, of its input, another one in each call.
-    """
+    """Layers 1 and 2 share a weight, layer 1 is applied twice, and two modules borrow this weight. Each rank makes
+    sequences of its own length, 1 to 4, of its input, another one in each call."""
 
     calls = 0
 
@@ -149,9 +145,7 @@ class Wandering(Blocks):
     def order(self) -> tuple[int, ...]:
         """Of the layers in the middle, in the next call."""
         self.calls += 1
-        if dist.get_rank() < dist.get_world_size() // 2:
-            return self.paths[self.calls % len(self.paths)]
-        return (1, 2)
+        return self.paths[self.calls % len(self.paths)] if dist.get_rank() < dist.get_world_size() // 2 else (1, 2)
 
 
 class Returning(Wandering):
@@ -195,9 +189,7 @@ class ReorderingMixtures(Wandering):
 
 class Routed(Network):
     """DeepSpeed's layer of four experts after layer 0. Each rank has some experts; nothing is sent to the last one.
-
-    Subclasses say how many ranks hold four experts together.
-    """
+    Subclasses say how many ranks hold four experts together."""
 
     ep_size = 1
     more = 1  # how much wider experts are inside
@@ -253,8 +245,7 @@ class Matrices(Network):
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         x = torch.tanh(self.layers[0](x))
-        image = x[:, :12].reshape(-1, 3, 2, 2)
-        convolved = nn.functional.conv2d(image, self.kernel.view(4, 3, 2, 2)).flatten(1)
+        convolved = nn.functional.conv2d(x[:, :12].reshape(-1, 3, 2, 2), self.kernel.view(4, 3, 2, 2)).flatten(1)
         mixed = torch.einsum("bi,eij->bj", x, self.experts)
         x = torch.tanh(self.back(torch.cat([mixed, self.heads(x), convolved], 1)))
         for layer in list(self.layers)[1:]:

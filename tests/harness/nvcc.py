@@ -42,11 +42,8 @@ class Taken(NamedTuple):
 
 def compile_source(source: str, capabilities: Sequence[str], output: Path, *more: str) -> tuple[list[Taken], str]:
     """Compile one of ``SOURCES`` as the package's builder does, for capabilities such as "9.0"; return the resources
-    of its kernels, and the output of nvcc. ``more`` has ``-c`` for an object, ``-fatbin`` for the device's code alone.
-
-    Raises:
-        RuntimeError: it does not compile.
-    """
+    of its kernels, and the output of nvcc, or raise RuntimeError if it does not compile. ``more`` has ``-c`` for an
+    object, ``-fatbin`` for the device's code alone."""
     from torch.utils import cpp_extension
 
     assert NVCC is not None, "nvcc, of the CUDA toolkit, is needed"

@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """A reference of outer optimizers in one process: a copy of the model for each group, and an outer step of ten lines.
-
-Everything here runs inside rank processes, of which each computes all groups.
-"""
+Everything here runs inside rank processes, of which each computes all groups."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

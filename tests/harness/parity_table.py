@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The table of parity with stock DeepSpeed: the options, the values that exclude each other, and the rows that run.
-
-A value of an option changes fields of a ``training.Job``; of ``zero`` and ``config`` it changes keys. A row runs with
-strategies of its kind, compared with one stock run, on ``world`` ranks in groups of ``group``.
-"""
+"""The table of parity with stock DeepSpeed: the options, the values that exclude each other, and the rows that run. A
+value of an option changes fields of a ``training.Job``; of ``zero`` and ``config`` it changes keys. A row runs with
+strategies of its kind, compared with one stock run, on ``world`` ranks in groups of ``group``."""
 
 import functools
 import json

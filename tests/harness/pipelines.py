@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Small pipelines and their training; everything here runs inside rank processes.
-
-``compare_pipelines`` trains strategies, DeepSpeed's own ZeRO-1 and plain torch, without a pipeline and without
-DeepSpeed, on the same data from the same weights, in the same processes.
-"""
+"""Small pipelines and their training; everything here runs inside rank processes. ``compare_pipelines`` trains
+strategies, DeepSpeed's own ZeRO-1 and plain torch, without a pipeline and without DeepSpeed, on the same data from the
+same weights, in the same processes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -157,8 +155,7 @@ class Whole(nn.Module):
         super().__init__()
         specs = layers_of(pipe)
         self.tied = pipe.tied
-        built = [spec.build() for spec in (specs[:-1] if pipe.tied else specs)]
-        self.layers = nn.ModuleList(built)
+        self.layers = nn.ModuleList([spec.build() for spec in (specs[:-1] if pipe.tied else specs)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -287,8 +284,7 @@ def train_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Tr
 
 def everybodys_weights(module: PipelineModule) -> tuple[dict[str, Tensor], bool]:
     """All weights of all stages, by name, and whether their copies are the same bits."""
-    parameters = list(module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters):
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
         own = {
             f"{name}{_owner(param)}": param.detach().clone()
             for name, param in module.named_parameters()

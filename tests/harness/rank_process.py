@@ -69,11 +69,8 @@ _caches_of_imports: list[Any] = []  # see ``_function_caches``
 
 
 def prepare() -> None:
-    """Collect garbage, record caches, and freeze imported objects, in the server that ranks are forked from.
-
-    A collection visits all of it, and a rank would copy the pages that it shares with the others: half a second for
-    each rank of a new pool.
-    """
+    """Collect garbage, record caches, and freeze imported objects, in the server that ranks are forked from. A
+    collection visits all of it, and a rank would copy the pages that it shares: half a second for each new one."""
     gc.collect()
     _caches_of_imports[:] = _function_caches()
     gc.freeze()
@@ -141,11 +138,9 @@ class _ProcessState:
         self._collect()
 
     def _collect(self) -> None:
-        """Collect garbage, and freeze the remaining objects, so that later collections skip it.
-
-        These are imported modules, a hundred times as many objects as a case leaves. Some may have become garbage
-        since, so they are visited now and then.
-        """
+        """Collect garbage, and freeze the remaining objects, so that later collections skip it. These are imported
+        modules, a hundred times as many objects as a case leaves. Some may have become garbage since, so they are
+        visited now and then."""
         self._cases += 1
         if self._cases % _WHOLE == 0:
             gc.unfreeze()
@@ -165,11 +160,8 @@ def _destroy_groups() -> None:
 
 
 def _destroy_engines() -> None:
-    """Destroy engines that exist.
-
-    Otherwise they live forever, with the threads and sockets of their groups: the hooks on gradient accumulators
-    refer back to the engine from C++, where the garbage collector does not see them.
-    """
+    """Destroy engines that exist. Otherwise they live forever, with the threads and sockets of their groups: the hooks
+    on gradient accumulators refer back to the engine from C++, where the garbage collector does not see them."""
     import deepspeed
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -191,10 +183,8 @@ def run_each(fn: Callable[..., Any], items: tuple[Any, ...], args: Any, kwargs: 
 
 
 def _function_caches() -> list[Any]:
-    """Return the ``functools`` caches of DeepSpeed and its add-ons, among objects that are not frozen.
-
-    One of them, on a method of ZeRO-3, keeps every model alive that was ever trained, and with it the model's groups.
-    """
+    """Return the ``functools`` caches of DeepSpeed and its add-ons, among objects that are not frozen. One of them, on
+    a method of ZeRO-3, keeps every model alive that was ever trained, and with it the model's groups."""
     cache_type = type(functools.cache(_copied))
     entries = [entry for entry in gc.get_objects() if type(entry) is cache_type]
     # Cached signatures of DeepSpeed's functions are the same for every case.
@@ -252,11 +242,8 @@ def _configure_libraries() -> None:
 
 
 def _share_device_of_gloo() -> None:
-    """Create all groups of this process on one device of gloo.
-
-    Each device has a thread that wakes up a hundred times per second. An engine has a dozen groups, and each its own
-    device by default.
-    """
+    """Create all groups of this process on one device of gloo. Each device has a thread that wakes up a hundred times
+    per second. An engine has a dozen groups, and each its own device by default."""
     from torch.distributed import distributed_c10d
 
     gloo, devices = distributed_c10d.ProcessGroupGloo, []

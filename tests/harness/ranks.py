@@ -316,10 +316,8 @@ def fork_server(preload: tuple[str, ...] = ()) -> forkserver.ForkServer:
 
 def remove_stale_build_locks(directory: Path) -> TextIO:
     """Remove the lock files of killed builds of torch extensions: every later build would wait for them forever.
-
     Torch's lock does not say who holds it. Sessions therefore share a lock of their own, which dies with its holder,
-    and only a session that is alone removes torch's. Keep the returned lock open.
-    """
+    and only a session that is alone removes torch's. Keep the returned lock open."""
     directory.mkdir(parents=True, exist_ok=True)
     session_lock = (directory / "sessions").open("w")
     with contextlib.suppress(BlockingIOError):

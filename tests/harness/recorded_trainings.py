@@ -68,8 +68,7 @@ def links_given(links: Rates | None = LINKS) -> Any:
 
 def faults_of(folder: str | Path, name: str) -> list[str]:
     """Return the problems of a report in a folder: of ``TRAINED`` by four ranks, with one of ``SECTIONS``."""
-    report = json.loads(Path(folder, "report.json").read_text())
-    return [*unsound(folder), *_untrue(report, name)]
+    return [*unsound(folder), *_untrue(json.loads(Path(folder, "report.json").read_text()), name)]
 
 
 def unsound(folder: str | Path) -> Iterator[str]:

@@ -61,11 +61,8 @@ class Recording(NamedTuple):
         return results | {test for test in self.tests if test.startswith(tuple(contexts - results))}
 
     def fitting(self, tests: Iterable[str], files: Iterable[str], seconds: float) -> list[str]:
-        """Return as many tests as fit into a time, in the order in which a fault is likely to be found soon.
-
-        The first cases of all functions come first, then the second ones; of these the tests of a changed file's room,
-        and the quickest.
-        """
+        """Return as many tests as fit into a time, in the order in which a fault is likely to be found soon: first
+        cases of all functions before second ones, then tests of a changed file's room, and the quickest."""
         folders = {f"{part}/" for file in files for part in Path(file).parts}
         cases, order, chosen = Counter[str](), [], []
         for test in sorted(tests, key=lambda test: (self.tests[test], test)):
@@ -88,9 +85,7 @@ def _functions(source: str) -> list[tuple[int, int, int]]:
 
 def _witnesses(line: int, functions: list[tuple[int, int, int]], run: list[int]) -> list[int]:
     """Return the lines that ran where a line matters: it or its neighbors in a function, or all of a function or file.
-
-    The head of a function matters to its body. Lines outside of functions run once, at import, and matter to the file.
-    """
+    A function's head matters to its body. Lines outside of functions run at import, and matter to the file."""
     for _, body, last in sorted((item for item in functions if item[0] <= line <= item[2]), reverse=True):
         if ran := [item for item in run if body <= item <= last]:
             near = [item for item in ran if item <= line][-1:] + [item for item in ran if item >= line][:1]

@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Faults during saves, among files of other programs. Cases run inside rank processes.
-
-Every case saves into ``<base>/saved`` and ``<base>/memory``, where ``plant`` has put files that are not ours.
-"""
+"""Faults during saves, among files of other programs. Cases run inside rank processes. Every case saves into
+``<base>/saved`` and ``<base>/memory``, where ``plant`` has put files that are not ours."""
 
 import itertools
 import os

@@ -1,11 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that save wherever a save may be called; everything here runs inside rank processes.
-
-``twins`` trains the same run twice, once with synchronous saves and once with asynchronous saves whose copies are
-late, and compares files and losses. So code that changes states right after a save, without waiting, changes its
-files.
-"""
+"""Runs that save wherever a save may be called; everything here runs inside rank processes. ``twins`` trains the same
+run twice, once with synchronous saves and once with asynchronous saves whose copies are late, and compares files and
+losses. So code that changes states right after a save, without waiting, changes its files."""
 
 import dataclasses
 import io
@@ -102,12 +99,10 @@ class Run:
             self.raised.append(message.replace(self.folder, ""))
 
     def micro_step(self) -> None:
-        number = next(self._numbers)
-        self.losses.append(training.micro_step(self.engine, self.job, number, *next(self._data)))
+        self.losses.append(training.micro_step(self.engine, self.job, next(self._numbers), *next(self._data)))
 
     def step(self) -> None:
-        coalesced = self.job.boundary == "coalesce"
-        with self.engine.coalesce_grad_reduction() if coalesced else nullcontext():
+        with self.engine.coalesce_grad_reduction() if self.job.boundary == "coalesce" else nullcontext():
             for remaining in reversed(range(self.job.accumulation)):
                 if self.job.boundary == "user":
                     self.engine.set_gradient_accumulation_boundary(not remaining)

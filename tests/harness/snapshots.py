@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a checkpoint must restore, whole and comparable between strategies and numbers of ranks.
-
-Everything here runs inside rank processes.
-"""
+"""Everything that a checkpoint must restore, whole and comparable between strategies and numbers of ranks. Everything
+here runs inside rank processes."""
 
 import contextlib
 import io

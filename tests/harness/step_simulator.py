@@ -125,10 +125,8 @@ class Timeline:
 
 
 class _Tasks:
-    """The tasks of a step with a number of micro-steps.
-
-    Methods return numbers of tasks that whatever comes next must wait for, and take such numbers as ``after``.
-    """
+    """The tasks of a step with a number of micro-steps. Methods return numbers of tasks that whatever comes next must
+    wait for, and take such numbers as ``after``."""
 
     def __init__(self, step: Step, micro_steps: int) -> None:
         self._step, self._overlap = step, step.overlap
@@ -154,15 +152,13 @@ class _Tasks:
             return before
         for _ in range(move.units):
             node = self._round(before)
-            done = [self._line.add(COMPUTE, self._step.orthogonalize / move.units, node, UPDATE)]
-            ends += self._round(done)
+            ends += self._round([self._line.add(COMPUTE, self._step.orthogonalize / move.units, node, UPDATE)])
         return ends
 
     def _round(self, after: list[int]) -> list[int]:
         """Add one direction of a round, to ranks inside the group and to others at the same time."""
         move, ends = self._step.exchange, []
-        hops = ((self._within, WITHIN, move.within), (BETWEEN, BETWEEN, move.between))
-        for resource, part, seconds in hops:
+        for resource, part, seconds in ((self._within, WITHIN, move.within), (BETWEEN, BETWEEN, move.between)):
             if seconds:
                 ends.append(self._line.add(resource, seconds / (2 * move.units), after, part))
         return ends or after

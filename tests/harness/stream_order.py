@@ -141,10 +141,8 @@ class Order:
             yield
 
     def synchronize(self, what: str = "device", *clocks: Clock) -> None:
-        """Make the host wait for all streams, or up to these clocks; ``what``: the target of the wait.
-
-        If one of our threads waits, the computing thread does not.
-        """
+        """Make the host wait for all streams, or up to these clocks; ``what``: the target of the wait. If one of our
+        threads waits, the computing thread does not."""
         if self.left_out() or threading.current_thread().name == THREAD_NAME:
             return
         for clock in clocks or [stream.clock for stream in self.streams]:
@@ -169,8 +167,7 @@ class Order:
                 self._give_out(stream, operation, where)
             for tensor in made:
                 self._memory(tensor, stream)
-            accessed = [(tensor, True) for tensor in writes] + [(tensor, False) for tensor in reads]
-            for tensor, writing in accessed:
+            for tensor, writing in [(tensor, True) for tensor in writes] + [(tensor, False) for tensor in reads]:
                 spans = byte_spans(tensor)
                 if not spans:
                     continue

@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """Streams, events and handles of a simulated device, and which accesses to the same bytes of memory lack an order.
-
 Each stream has a vector clock; see Note [How order is checked] in ``stream_order.py``. A call that is left out
-(``Order.left_out``) orders nothing, but data arrive all the same.
-"""
+(``Order.left_out``) orders nothing, but data arrive all the same."""
 
 import functools
 import sys

@@ -31,8 +31,7 @@ def defaults_case() -> dict[str, Any]:
     from deepspeed_ext.config.section import ParoZeroConfig
     from deepspeed_ext.planner.fastest import STATES_SHARE
 
-    fields = ParoZeroConfig.model_fields
-    found = {field.alias or name: field.default for name, field in fields.items()}
+    found = {field.alias or name: field.default for name, field in ParoZeroConfig.model_fields.items()}
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str | None)} | {
         "share": STATES_SHARE
     }

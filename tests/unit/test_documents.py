@@ -52,8 +52,7 @@ def code_of(example: str) -> str:
 
 
 def test_python_snippets_are_the_examples_that_run() -> None:
-    shown = {one.name: [block.strip() for block in one.blocks("python")] for one in pages()}
-    for name, blocks in shown.items():
+    for name, blocks in {one.name: [block.strip() for block in one.blocks("python")] for one in pages()}.items():
         assert blocks == [code_of(example) for example in EXAMPLES.get(name, ())], name
         assert all(len([line for line in block.splitlines() if line.strip()]) <= 18 for block in blocks), name
 
@@ -61,8 +60,7 @@ def test_python_snippets_are_the_examples_that_run() -> None:
 def test_configurations_on_pages_are_accepted(ranks: Any) -> None:
     shown = [(one.name, section) for one in pages() for section in sections_in(one)]
     assert len(shown) >= 30
-    refused = [(where, error) for where, error in ranks(1).each(error_case, shown) if error]
-    assert not refused
+    assert not [(where, error) for where, error in ranks(1).each(error_case, shown) if error]
 
 
 def test_configurations_show_the_stage_beside_the_strategy() -> None:
@@ -92,8 +90,7 @@ def commands_in(one: Page) -> list[list[str]]:
     """Commands of a page: in blocks for bash, and between backquotes where they begin with a program that we know."""
     lines = [line for block in one.blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`((?:python -m|torchrun|deepspeed --|scripts/\w+ |pip install)[^`]*)`", one.prose())
-    found = [shlex.split(line, comments=True) for line in lines]
-    return [words for words in found if words]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def test_commands_exist_and_have_these_options() -> None:

@@ -81,8 +81,7 @@ def classes() -> dict[str, Class]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                bases = tuple(last_name(base) for base in node.bases)
-                found[node.name] = Class(bases, node)
+                found[node.name] = Class(tuple(last_name(base) for base in node.bases), node)
     return found
 
 
@@ -126,8 +125,7 @@ def deepspeed_has(cls: type) -> set[str]:
 
 
 def mangled(name: str, cls: type) -> str:
-    private = name.startswith("__") and not name.endswith("__")
-    return f"_{cls.__name__.lstrip('_')}{name}" if private else name
+    return f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
 @pytest.mark.parametrize("name", THEIRS)

@@ -73,20 +73,9 @@ def signature(problems: Sequence[str]) -> str:
 
 
 class Campaign:
-    """A run of the fuzzer.
-
-    Args:
-        pool: pool of ranks.
-        seed: seed of the drawn cases.
-        worlds: numbers of ranks to draw from.
-        shrinking: seconds that shrinking a case may take; 0 to end with the first failure instead.
-        batch: cases of one kind that are drawn together, before those of the next kind.
-
-    Attributes:
-        counts: cases by kind and number of ranks.
-        happened: the oracles of the cases, and the number of cases of each.
-        failures: one for each cause.
-    """
+    """A run of the fuzzer. Shrinking a case may take ``shrinking`` seconds; 0 to end with the first failure instead.
+    Of each kind, ``batch`` cases are drawn together. ``counts`` are cases by kind and number of ranks; ``happened``,
+    those of each oracle; ``failures`` has one for each cause."""
 
     def __init__(self, pool: RankPool, seed: int, worlds: tuple[int, ...], shrinking: float, batch: int = 25) -> None:
         self.counts, self.happened = Counter[tuple[str, int]](), Counter[str]()

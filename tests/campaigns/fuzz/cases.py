@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A case of the fuzzer: a model, a configuration, and events between steps. Plain values, no torch.
-
-The ``repr`` of a case, without default values, is the text from which it can be run again.
-"""
+"""A case of the fuzzer: a model, a configuration, and events between steps. Plain values, no torch. The ``repr`` of a
+case, without default values, is the text from which it can be run again."""
 
 import dataclasses
 from dataclasses import dataclass, field

@@ -82,8 +82,7 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
 
 def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Step, ...]:
     accumulation, results = case["accumulation"], []
-    number = draw(one_of(2, 2, 3))
-    for _ in range(number):
+    for _ in range(draw(one_of(2, 2, 3))):
         micro_steps = draw(some.integers(1, accumulation)) if case["boundary"] == "user" else 0
         count = micro_steps or accumulation
         skipped, overflow, twice = [], [], []

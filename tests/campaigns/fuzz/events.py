@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of users between two steps; inside rank processes only.
-
-An event is one of two kinds. Some change the training, and stock DeepSpeed's run has them, too (``SHARED``). All
-others must change nothing, and only our run has them: that also keeps stock's own faults in them away.
-"""
+"""Operations of users between two steps; inside rank processes only. An event is one of two kinds. Some change the
+training, and stock DeepSpeed's run has them, too (``SHARED``). All others must change nothing, and only our run has
+them: that also keeps stock's own faults in them away."""
 
 import contextlib
 import tempfile

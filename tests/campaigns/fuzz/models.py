@@ -34,8 +34,7 @@ class Choosing(nn.Module):
 
 
 class Packed(nn.Module):
-    """A router and packed experts. The call chooses the experts, because the router's choice may depend on
-    rounding."""
+    """A router and packed experts. The call chooses these: the router's choice may depend on rounding."""
 
     def __init__(self, width: int, routed: bool) -> None:
         super().__init__()
@@ -49,8 +48,7 @@ class Packed(nn.Module):
         first = self.calls + (dist.get_rank() if self.routed else 0)
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
         index = (first + apart * rows + torch.arange(2, device=x.device)) % PACKED
-        shares = torch.softmax(self.router(x), -1).gather(1, index)
-        out: Tensor = self.experts(x, index, shares)
+        out: Tensor = self.experts(x, index, torch.softmax(self.router(x), -1).gather(1, index))
         return out
 
 

@@ -151,10 +151,8 @@ def keys_of(case: Case, stage: int) -> dict[str, Any]:
 
 
 def as_stock_runs_it(case: Case, stage: int) -> Case:
-    """Return a case without the options that give stock wrong numbers at a stage.
-
-    Of two backwards at one accumulation boundary, stages 1 and 2 lose the first, or raise; their sum is the same.
-    """
+    """Return a case without the options that give stock wrong numbers at a stage. Of two backwards at one accumulation
+    boundary, stages 1 and 2 lose the first, or raise; their sum is the same."""
     without = {key for fault in faults(case, stage) for key in fault.without}
     return dataclasses.replace(
         case,

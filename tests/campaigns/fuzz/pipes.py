@@ -1,10 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a pipeline with its oracle, and returns the problems; inside rank processes only.
-
-The oracle is DeepSpeed's own pipeline with ZeRO-1; where a stage has nothing to train, which fails there, it is plain
-torch, without a pipeline.
-"""
+"""Compares a pipeline with its oracle; inside rank processes only. The oracle is DeepSpeed's own pipeline with ZeRO-1;
+where a stage has nothing to train, which fails there, it is plain torch, without a pipeline."""
 
 import dataclasses
 import itertools

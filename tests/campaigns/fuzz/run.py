@@ -83,10 +83,8 @@ class Run:
         self._make({})
 
     def make_engine(self, config: dict[str, Any]) -> tuple[Any, nn.Module]:
-        """Return engine and model, with further keys. Under zero.Init only parameters that are sharded then can be
-        trained."""
-        stage = dataclasses.replace(self.case, zero=self.zero).stage
-        zero_init = self.job.zero_init if stage == 3 else None
+        """Return engine and model, with further keys; under zero.Init only sharded parameters can be trained."""
+        zero_init = self.job.zero_init if dataclasses.replace(self.case, zero=self.zero).stage == 3 else None
         job = dataclasses.replace(self.job, config={**self.job.config, **config}, zero_init=zero_init)
         return training.make_engine(job, self.zero)
 

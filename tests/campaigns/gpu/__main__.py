@@ -185,17 +185,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory(prefix="gpu-checks-") as folder:
         remaining = BUDGET - (time.monotonic() - begin)
-        variables = environment(args.device)
-        outcomes = run_all(args.chosen, command, remaining, Path(folder), note, variables, args.at_once)
+        outcomes = run_all(args.chosen, command, remaining, Path(folder), note, environment(args.device), args.at_once)
     print("\n" + table(about, outcomes) + f"\nwritten to {stem}.json and {stem}.txt")
     return conclude(about, outcomes, args.write_status)
 
 
 def conclude(about: dict[str, str], outcomes: list[Outcome], write: bool) -> int:
-    """Print the verdicts, write them down if that is wanted, and return the exit status: 0 if all have passed.
-
-    Only verdicts of all experiments, in full, on a GPU, and of a commit are written.
-    """
+    """Print the verdicts, write them down if that is wanted, and return the exit status: 0 if all have passed. Only
+    verdicts of all experiments, in full, on a GPU, and of a commit are written."""
     results = claims.verdicts(outcomes)
     print("", *(f"{item.kind:13} {item.claim} ({item.experiments})" for item in results), sep="\n")
     missing = {item.name for item in EXPERIMENTS} - {item.name for item in outcomes if item.kind != NOT_RUN}

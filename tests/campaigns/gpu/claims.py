@@ -38,8 +38,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """Return the verdict of outcomes on each claim; one that did not run to its end, or checked nothing, settles
-    nothing."""
+    """Return the verdict on each claim; an outcome that did not end, or checked nothing, settles nothing."""
     # Without a check nothing could have failed: figures alone show only that the program has ended.
     kinds = {one.name: one.kind if one.checks or one.kind != PASSED else "checked nothing" for one in outcomes}
     results = []
@@ -61,16 +60,8 @@ def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
 
 
 def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> None:
-    """Append the verdicts to the table, and say in the README how many claims hold.
-
-    Args:
-        root: root of the repository.
-        about: date, device, versions and commit.
-        found: verdicts of all claims.
-
-    Raises:
-        ValueError: the README has no line of the status.
-    """
+    """Append the verdicts on all claims to the table, and say in the README of a root how many hold; ValueError if
+    that has no line of the status. ``about`` has date, device, versions and commit."""
     table, readme = root / TABLE, root / "README.md"
     summary = sentence(about, found)
     text, count = _LINE.subn(lambda line: f"{line[1]}{summary}.", readme.read_text(encoding="utf-8"))

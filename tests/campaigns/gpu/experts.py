@@ -1,10 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """Checks of experiment T13: DeepSpeed's MoE layers and AutoEP's experts on a GPU, compared with DeepSpeed's own
-stages.
-
-AutoEP's products of several experts are kernels for bf16 on such a GPU, and plain products in fp32.
-"""
+stages. AutoEP's products of several experts are kernels for bf16 on such a GPU, and plain products in fp32."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,8 +32,7 @@ SPLIT = ("IIG", "GNG")  # parameters, in groups and over all
 
 
 def experts(setup: Any) -> None:
-    """T13: train models with experts, compare with DeepSpeed's stages, resume them, and send their gradients in few
-    bits."""
+    """T13: train models with experts, compare with DeepSpeed's stages, resume, and send gradients in few bits."""
     replicated, partitioned = (names[-1:] if setup.small else names for names in (REPLICATED, PARTITIONED))
     stage2 = {"strategies": replicated, "stage": 2}
     stage3 = {"strategies": partitioned, "stage": 3}

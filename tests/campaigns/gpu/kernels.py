@@ -82,8 +82,7 @@ def bandwidth(setup: Any) -> None:
 
 
 def memory(setup: Any) -> None:
-    """T9: measure the most memory that training takes with default buckets, and compare with the formula of model
-    states."""
+    """T9: measure the most memory that training takes with default buckets, and compare with the states' formula."""
     enter_virtual_world(RANKS)
     width = 64 if setup.small else 4096
     job = dataclasses.replace(

@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the cases of an experiment one after the other on the same ranks; one that raises or hangs ends no other.
-
-Ranks of one world cannot continue after an error on one of them: their next messages would not match. So the ranks of
-a case that has failed are killed, and new ones begin with the next case.
-"""
+"""Runs the cases of an experiment one after the other on the same ranks; one that raises or hangs ends no other. Ranks
+of one world cannot continue after an error on one of them: their next messages would not match. So the ranks of a case
+that has failed are killed, and new ones begin with the next case."""
 
 import contextlib
 import multiprocessing
@@ -48,10 +46,8 @@ class Case:
 
 
 def run_cases(setup: Any, cases: Sequence[Case], alone: bool = False) -> None:
-    """Run cases on ranks that share the GPU, or alone on one rank of NCCL's.
-
-    A check holds if it does on all ranks that make it. Figures are those of rank 0.
-    """
+    """Run cases on ranks that share the GPU, or alone on one rank of NCCL's. A check holds if it does on all ranks
+    that make it. Figures are those of rank 0."""
     remaining = list(cases)
     while remaining:
         remaining = remaining[_run_while_good(setup, remaining, 1 if alone else RANKS) :]
@@ -146,11 +142,8 @@ def _run(setup: Any, cases: Sequence[Case]) -> None:
 
 
 def _share_gpu(rank: int, setup: Any, folder: str, run: Callable[[Any], None]) -> None:
-    """Run checks as one of the ranks that have the GPU in common, and meet in a folder.
-
-    Collectives go through the host on streams of their own, so waits work as with NCCL, which refuses two
-    ranks on one GPU.
-    """
+    """Run checks as one of the ranks that have the GPU in common, and meet in a folder. Collectives go through the
+    host on streams of their own, so waits work as with NCCL, which refuses two ranks on one GPU."""
     sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": 0}
     os.environ.update({name: str(value) for name, value in sizes.items()})
     torch.set_num_threads(1)

@@ -53,8 +53,7 @@ def spoiled_memory() -> Iterator[None]:
 def slow_step(setup: Any) -> None:
     """T1: see that the parameters gathered for the next forward are those that a slow step has written."""
     enter_alone(setup)
-    names = ["III", "GGG", "IIG"] if not setup.small else ["GGG"]
-    for name in names:
+    for name in ["III", "GGG", "IIG"] if not setup.small else ["GGG"]:
         expected = _train_slowly(setup, name, synchronized=True)
         results = _train_slowly(setup, name, synchronized=False)
         is_same = bool(torch.isfinite(expected).all()) and torch.equal(results, expected)
@@ -80,8 +79,7 @@ def _train_slowly(setup: Any, name: str, synchronized: bool) -> torch.Tensor:
     if setup.cuda:
         torch.cuda.synchronize()
     for x, y in batches:
-        loss = ((engine(x) - y) ** 2).float().mean()
-        engine.backward(loss)
+        engine.backward(((engine(x) - y) ** 2).float().mean())
         engine.step()
         if synchronized and setup.cuda:
             torch.cuda.synchronize()
@@ -138,8 +136,7 @@ def _watch_strategies(setup: Any, names: Sequence[str]) -> None:
     job = dataclasses.replace(JOB, steps=2)
     for name in names:
         wire = Wire(setup.device, delay=(0.0, 0.1))
-        zero = placed(name, group_size=3, overlap_comm=True)
-        _watch(setup, name, functools.partial(train_over, wire, job, zero))
+        _watch(setup, name, functools.partial(train_over, wire, job, placed(name, group_size=3, overlap_comm=True)))
 
 
 def _watch(setup: Any, name: str, run: Callable[[], Any]) -> None:
@@ -159,10 +156,8 @@ def _watch(setup: Any, name: str, run: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def _of_elements(setup: Any) -> Iterator[None]:
-    """Have the sanitizer pass over tensors without elements, and keep the innermost frames of a stack alone.
-
-    It tells tensors without memory apart by their ids, which are used again. Whole stacks take most of the time.
-    """
+    """Have the sanitizer pass over tensors without elements, and keep the innermost frames of a stack alone. It tells
+    tensors without memory apart by their ids, which are used again. Whole stacks take most of the time."""
     if not setup.cuda:
         yield
         return

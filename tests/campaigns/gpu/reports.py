@@ -105,8 +105,7 @@ def _reported(setup: Any, name: str) -> None:
 def _measured(setup: Any) -> None:
     """Measure the links for the predictions, as users do."""
     with shared_folder() as folder:
-        wrong = training_of(folder, SECTIONS["NIG"], TRAINED, links=None)
-        _tell(setup, [*wrong, *_faults(folder, "NIG")])
+        _tell(setup, [*training_of(folder, SECTIONS["NIG"], TRAINED, links=None), *_faults(folder, "NIG")])
         if dist.get_rank() == 0:
             rates = [row["probed_rate"] for row in _report_in(folder)["hops"]]
             setup.report.figure("rates of hops", rates)
@@ -119,8 +118,7 @@ def _faults(folder: str, name: str) -> list[str]:
 
 def _in_four_bits(setup: Any) -> None:
     with shared_folder() as folder:
-        wrong = training_of(folder, LOCO, TRAINED)
-        _tell(setup, [*wrong, *(unsound(folder) if dist.get_rank() == 0 else [])])
+        _tell(setup, [*training_of(folder, LOCO, TRAINED), *(unsound(folder) if dist.get_rank() == 0 else [])])
 
 
 def _reported_alone(setup: Any, name: str) -> None:

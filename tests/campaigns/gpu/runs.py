@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments, and how they run: several at once, each in its own process and within a time limit.
-
-While an experiment runs, it writes its report, a JSON object, to a file again and again: ``checks`` (name: whether it
-held), ``figures`` (name: a value) and, at its end, ``done``. So its findings are kept if it is killed.
-"""
+"""The experiments, and how they run: several at once, each in its own process and within a time limit. While an
+experiment runs, it writes its report, a JSON object, to a file again and again: ``checks`` (name: whether it held),
+``figures`` (name: a value) and, at its end, ``done``. So its findings are kept if it is killed."""
 
 import contextlib
 import json
@@ -150,17 +148,9 @@ def run_all(
     environment: Mapping[str, str],
     at_once: int = 1,
 ) -> list[Outcome]:
-    """Run experiments while the budget lasts; one that crashes or hangs does not end the others.
-
-    Args:
-        experiments: in this order; those that run alone after the others, where several run at once.
-        command: returns what runs one, given the file for its report.
-        budget: seconds for all of them.
-        folder: for reports and output.
-        note: is given all outcomes after each.
-        environment: environment of the processes.
-        at_once: how many run at the same time.
-    """
+    """Run experiments in this order while the budget of seconds lasts; one that crashes or hangs does not end the
+    others. Where several run at once, those that run alone come last. ``command`` returns what runs one, given the
+    file for its report; ``note`` is given all outcomes after each."""
     begin, outcomes = time.monotonic(), list[Outcome]()
     noting, over = threading.Lock(), threading.Event()
 
@@ -174,8 +164,7 @@ def run_all(
             report, log = (folder / f"{one.name}.{end}" for end in ("json", "log"))
             arguments, variables = command(one, report), {**environment, **one.variables}
             spent = time.monotonic()
-            status = _run(arguments, variables, log, min(remaining, one.limit), over)
-            outcome = _outcome(one, status, report, log)
+            outcome = _outcome(one, _run(arguments, variables, log, min(remaining, one.limit), over), report, log)
             outcome.seconds = round(time.monotonic() - spent, 1)
         with noting:
             outcomes.append(outcome)

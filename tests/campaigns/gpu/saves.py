@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of experiment T11: checkpoints that are copied from a GPU and written during training; exports.
-
-Copies are made late, so that a step that does not wait for them, or a thread that reads them too early, is seen in the
-files: see ``late``.
-"""
+"""Checks of experiment T11: checkpoints that are copied from a GPU and written during training; exports. Copies are
+made late, so that a step that does not wait for them, or a thread that reads them too early, is seen in the files: see
+``late``."""
 
 import contextlib
 import dataclasses
@@ -81,9 +79,7 @@ def _title(*row: Any) -> str:
 @contextlib.contextmanager
 def late(setup: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
     """Within this context, a stream sleeps before it copies; yields how many copies each save makes behind the steps.
-
-    On the host a thread copies late instead: ``saves.late_copies``.
-    """
+    On the host a thread copies late instead: ``saves.late_copies``."""
     copy, seal, put, behind = Snapshot._copy_on_stream, Snapshot.start_device_copies, HostWriter.put, list[int]()
 
     def copied(self: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -73,10 +73,8 @@ class Plan:
 
 
 def make_gpt(shape: Mapping[str, int], lora: bool, device: str, note: Callable[[Tensor], None]) -> torch.nn.Module:
-    """Return the same fp32 model on every call and every rank, of weights that bf16 represents exactly.
-
-    Blocks compute their forward again in the backward. Each forward's loss is given to ``note``.
-    """
+    """Return the same fp32 model on every call and every rank, of weights that bf16 represents exactly. Blocks compute
+    their forward again in the backward. Each forward's loss is given to ``note``."""
     torch.manual_seed(0)
     with torch.device(device):
         model = ByteGPT(**shape).requires_grad_(not lora)
@@ -138,8 +136,7 @@ class GpuMeasurement(Gpt2Measurement):
         self.turns.warm_up(compute, watch=False)
         (seconds,) = self.turns.a_step(compute).seconds
         if not small:
-            rows = round(self._count * SECONDS * self.setting.accumulation / seconds)
-            self._count = max(1, min(MOST_ROWS, rows))
+            self._count = max(1, min(MOST_ROWS, round(self._count * SECONDS * self.setting.accumulation / seconds)))
             (seconds,) = self.turns.a_step(compute).seconds
         compute.close()
         self._compute.write_text(json.dumps([self._count, seconds]))

@@ -1,10 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """Checks of experiment T10: states that are offloaded or sent in few bits, and checkpoints, on each of several ranks.
-
-The cases are those of the simulated device; here the device is real, so its bits are not the host's. Values in
-few bits are compared with an unrounded run, with wide bounds; all others with stock DeepSpeed.
-"""
+The cases are those of the simulated device; here the device is real, so its bits are not the host's. Values in few
+bits are compared with an unrounded run, with wide bounds; all others with stock DeepSpeed."""
 
 import contextlib
 import tempfile
@@ -53,8 +51,7 @@ def check(setup: Any) -> None:
 
 def _train_apart(setup: Any, name: str, outer: dict[str, Any]) -> None:
     """Train with an outer optimizer, and compare with an oracle of ten lines in one process."""
-    job = replace(cases.OPTIONS["outer"].job, optimizer="SGD", steps=7)
-    (row,) = outer_oracle.beside([name], job, outer, 2)
+    (row,) = outer_oracle.beside([name], replace(cases.OPTIONS["outer"].job, optimizer="SGD", steps=7), outer, 2)
     title = f"{name}, outer {outer}"
     setup.report.figure(f"{title}: largest difference of weights", row.weights)
     setup.report.check(title, row.weights <= EXACT and row.anchors and row.together)

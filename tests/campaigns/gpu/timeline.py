@@ -32,15 +32,11 @@ _FIRST, _LAST = 5, 10  # micro-steps in which synchronizations are counted, from
 
 
 class MarkedTraining:
-    """Training over a late wire, step by step, with the times at which layers run.
-
-    Attributes:
-        forward, backward: marks at which each layer began and had used its time, in the last micro-step.
-    """
+    """Training over a late wire, step by step: ``forward`` and ``backward`` are marks at which each layer began and
+    had used its time, in the last micro-step."""
 
     def __init__(self, setup: Any, job: Job, zero: dict[str, Any], delay: float, layer: float) -> None:
-        self.setup = setup
-        self.layer = layer
+        self.setup, self.layer = setup, layer
         self.wire = Wire(setup.device, delay=(delay, delay), keep=True)
         self.engine, model = make_engine(job, zero)
         self._job = job
@@ -73,8 +69,7 @@ class MarkedTraining:
         self.backward.clear()
         batch = [torch.randn(2, width, generator=self._generator) for width in (job.sizes[0], job.sizes[-1])]
         x, y = (part.to(self.engine.device, DTYPES[job.dtype]) for part in batch)
-        loss = ((self.engine(x) - y) ** 2).float().mean()
-        self.engine.backward(loss)
+        self.engine.backward(((self.engine(x) - y) ** 2).float().mean())
         self.engine.step()
 
     def before(self, one: Any, other: Any) -> bool:
@@ -83,8 +78,7 @@ class MarkedTraining:
 
     def under_way(self, layer: tuple[Any, Any], late: Late) -> bool:
         """Whether a collective was under way while a layer ran; the device has been synchronized."""
-        ends_after = late.ended is None or self.before(layer[0], late.ended)
-        return self.before(late.began, layer[1]) and ends_after
+        return self.before(late.began, layer[1]) and (late.ended is None or self.before(layer[0], late.ended))
 
 
 @contextlib.contextmanager

@@ -110,8 +110,7 @@ def decompress(compare: Comparison, draw: Drawing, amount: float) -> None:
 
 def differences(compare: Comparison, draw: Drawing, amount: float) -> None:
     """Compare updated parameters with the receivers' values, near and far; then apply the differences."""
-    cases = list(itertools.product(ops.DTYPES, BITS, BLOCKS))
-    for dtype, bits, block in _repeated(cases, 12 * amount, draw):
+    for dtype, bits, block in _repeated(list(itertools.product(ops.DTYPES, BITS, BLOCKS)), 12 * amount, draw):
         packing, rows, width = Packing(bits, block), draw.random.choice((1, 1, 2, 3)), draw.width()
         retained = draw.numbers(rows, width, dtype, block)
         updated = draw.numbers(rows, width, dtype, block)

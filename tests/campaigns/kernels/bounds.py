@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Cases at the bounds: nothing to do, more rows than a grid has, more elements than 32 bits count, other devices.
-
-Of cases that are too large, only some blocks run. Memory that no block touches is never allocated.
-"""
+"""Cases at the bounds: nothing to do, more rows than a grid has, more elements than 32 bits count, other devices. Of
+cases that are too large, only some blocks run. Memory that no block touches is never allocated."""
 
 import itertools
 from collections.abc import Sequence
@@ -30,8 +28,7 @@ _SHUFFLED = Variant(Order.SHUFFLED, Order.SHUFFLED)
 def empty(compare: Comparison, draw: Drawing, amount: float) -> None:
     """No rows, no elements: nothing is launched or written. And rows that are one and the same, or one column."""
     for dtype, bits, (rows, width) in itertools.product(ops.DTYPES, (4, 8), ((0, 5), (3, 0), (0, 0), (1, 0))):
-        packing = Packing(bits, 64)
-        wire = Placed(torch.zeros(rows, packing.row_bytes(width), dtype=torch.uint8), BOTH)
+        wire = Placed(torch.zeros(rows, Packing(bits, 64).row_bytes(width), dtype=torch.uint8), BOTH)
         numbers = Placed(torch.zeros(rows, width, dtype=dtype), BOTH)
         error = Placed(torch.zeros(rows, Packing(8, 64).row_bytes(width), dtype=torch.uint8), BOTH)
         for retained in (None, error):

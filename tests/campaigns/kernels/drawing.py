@@ -21,11 +21,7 @@ KINDS = ("same", "few", "most", "edges", "mixed", "random", "pairs", "escapes", 
 
 
 class Drawing:
-    """A source of random cases, the same for the same seed.
-
-    Args:
-        seed: seed of both generators; torch's global one is seeded.
-    """
+    """A source of random cases, the same for the same seed, also of torch's global generator."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -39,8 +35,7 @@ class Drawing:
     def any_bits(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Numbers of any pattern."""
         size = torch.empty(0, dtype=dtype).element_size()
-        integers = torch.randint(-(2 ** (8 * size - 1)), 2 ** (8 * size - 1), shape)
-        return integers.to(INTEGERS[size]).view(dtype)
+        return torch.randint(-(2 ** (8 * size - 1)), 2 ** (8 * size - 1), shape).to(INTEGERS[size]).view(dtype)
 
     def numbers(self, rows: int, width: int, dtype: torch.dtype, block: int = 32) -> Tensor:
         """Numbers of a kind that is drawn for each block: (rows, width)."""
@@ -73,8 +68,7 @@ class Drawing:
         return wire
 
     def parameters(self, kind: str, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return updated parameters and the receivers' values, (1, width); ``kind`` is the kind of their
-        difference."""
+        """Return updated parameters and the receivers' values, (1, width), with a ``kind`` of difference."""
         shape, tile = (1, width), torch.arange(width) // lossless.TILE
         if kind == "any":
             return self.any_bits(shape, dtype), self.any_bits(shape, dtype)

@@ -91,8 +91,7 @@ def _gradients(dtype: torch.dtype) -> Iterator[Case]:
     gradient = torch.randn(1, WIDTH).to(dtype)
     for bits in (4, 8):
         packing, settings = Packing(bits, BLOCK), (bits, BLOCK, 0.8, 1024.0, True)
-        wire = _output(packing.empty(1, WIDTH, gradient))
-        sent = (Placed(gradient, Use.READ), wire)
+        sent = (Placed(gradient, Use.READ), _output(packing.empty(1, WIDTH, gradient)))
         yield Case("loco_compress", f"{_name(dtype)} to {bits} bits", (*sent, None, None, *settings))
         for retained in (torch.uint8, torch.float32) if bits == 4 else ():
             size = Packing(8, BLOCK).row_bytes(WIDTH) if retained == torch.uint8 else WIDTH
@@ -101,8 +100,7 @@ def _gradients(dtype: torch.dtype) -> Iterator[Case]:
             yield Case("loco_compress", case, (*sent, error, error, *settings))
         pieces = packing.empty(4, WIDTH, gradient)
         reference.compress(gradient.repeat(4, 1), pieces, None, None, bits, BLOCK, 0.0, 1.0, True)
-        out = _output(torch.zeros(WIDTH, dtype=dtype))
-        arguments = (Placed(pieces, Use.READ), out, bits, BLOCK, 0.25, True)
+        arguments = (Placed(pieces, Use.READ), _output(torch.zeros(WIDTH, dtype=dtype)), bits, BLOCK, 0.25, True)
         yield Case("loco_decompress", f"4 pieces of {bits} bits to {_name(dtype)}", arguments)
 
     numbers = torch.randn(4, WIDTH).to(dtype)
@@ -113,8 +111,7 @@ def _differences(dtype: torch.dtype) -> Iterator[Case]:
     retained = torch.randn(1, WIDTH).to(dtype)
     updated = (retained.float() * 1.01).to(dtype)
     for bits in (4, 8):
-        packing = Packing(bits, BLOCK)
-        wire = packing.empty(1, WIDTH, retained)
+        wire = Packing(bits, BLOCK).empty(1, WIDTH, retained)
         reference.difference(updated, retained, wire, bits, BLOCK)
         sent = (Placed(updated, Use.READ), Placed(retained, Use.READ), _output(wire), bits, BLOCK)
         yield Case("loco_difference", f"{_name(dtype)} to {bits} bits", sent)
@@ -149,8 +146,7 @@ def _name(dtype: torch.dtype) -> str:
 def table(emulator: Emulator) -> str:
     lines = ["| operator | case | bytes | sectors to L1 | to L2 |", "|---|---|---|---|---|"]
     for case in cases(Drawing(0)):
-        results = measure_traffic(emulator, case)
-        figures = " | ".join(f"{figure:.2f}" for figure in results)
+        figures = " | ".join(f"{figure:.2f}" for figure in measure_traffic(emulator, case))
         lines.append(f"| `{case.operator}` | {case.what} | {figures} |")
     return "\n".join(lines)
 

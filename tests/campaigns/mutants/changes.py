@@ -1,11 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """Changes of the package and of the kernels for the CPU, each of one place in a function, and a random choice of them.
-
 No library makes them. cosmic-ray runs one command for each change, whatever line it is in, and here the command for
 all lines takes half an hour. mutmut counts in its own process which functions tests call, and here ranks call them.
-Neither knows C++.
-"""
+Neither knows C++."""
 
 import ast
 import random
@@ -137,13 +135,8 @@ def changes(path: Path) -> list[Mutant]:
 
 
 def draw_changes(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
-    """Choose changes, of all rooms in turn: whoever stops early has seen each.
-
-    Args:
-        number: of all rooms together; each room gets its share by its lines, but at least ``LEAST``.
-        seed: seed of the choice.
-        rooms: only these, if any.
-    """
+    """Choose a number of changes, of all rooms (or these) in turn: whoever stops early has seen each. A room gets its
+    share by its lines, but at least ``LEAST``."""
     paths = [*sorted((ROOT / "deepspeed_ext").rglob("*.py")), *(ROOT / "csrc" / "loco" / name for name in CPU_KERNELS)]
     of_room, lines = dict[str, list[Mutant]](), Counter[str]()
     for path in (path.relative_to(ROOT) for path in paths):

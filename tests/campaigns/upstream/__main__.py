@@ -94,8 +94,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))  # and what it runs
     side = Side(args.strategies, args.group_size)
     try:
-        extra = args.extra and args.extra.resolve()
-        suite = Suite.of(args.checkout, ROOT / "build" / "upstream", extra=extra)
+        suite = Suite.of(args.checkout, ROOT / "build" / "upstream", extra=args.extra and args.extra.resolve())
         suite.build()
         collected, uncollected = suite.collect(args.tests)
         for file, text in uncollected.items():

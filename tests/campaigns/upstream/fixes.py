@@ -23,17 +23,9 @@ from tests.campaigns.upstream.suite import Failed, Side, Suite
 _LIMIT = 900.0  # seconds for a test: the first one on a machine compiles an operator
 
 
-def is_shown(without: set[str], alone: set[str]) -> bool:
-    """Whether all tests ran, some failed without the fix, and none with it; given the kinds of their outcomes."""
-    return FAILED in without and without <= {PASSED, FAILED} and alone == {PASSED}
-
-
 def check(mail: Mail, checkout: Path) -> bool:
-    """Run the tests of a fix without it and with it, and print the outcomes; return whether they show the fix.
-
-    Raises:
-        Failed: they cannot be run.
-    """
+    """Run the tests of a fix without it and with it, and print the outcomes; return whether all ran, some failed
+    without the fix, and none with it. Failed if they cannot be run."""
     work = WORK / "fixes"
     tree = unpack(requirement().version, work / "tree")
     apply(tree, mail)
@@ -46,7 +38,8 @@ def check(mail: Mail, checkout: Path) -> bool:
     git(tree, "checkout", "--quiet", "--detach", "base")
     without = _kinds("without it", suite, names)
     git(tree, "checkout", "--quiet", "main")
-    return is_shown(without, _kinds("with it alone", suite, names))
+    alone = _kinds("with it alone", suite, names)
+    return FAILED in without and without <= {PASSED, FAILED} and alone == {PASSED}
 
 
 def _kinds(when: str, suite: Suite, names: list[str]) -> set[str]:

@@ -1,10 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tests of a DeepSpeed checkout against the DeepSpeed that is installed, each with a limit of time.
-
-Workers of pytest-xdist run the tests. pytest-timeout ends a worker whose test takes too long, and pytest-xdist starts
-another one.
-"""
+"""Runs tests of a DeepSpeed checkout against the DeepSpeed that is installed, by workers of pytest-xdist.
+pytest-timeout ends a worker whose test takes too long, and pytest-xdist starts another one."""
 
 import contextlib
 import itertools
@@ -79,11 +76,7 @@ class Suite:
 
     @classmethod
     def of(cls, checkout: Path, work: Path, **more: Any) -> "Suite":
-        """Copy the tests of a checkout.
-
-        Raises:
-            Failed: there are none.
-        """
+        """Copy the tests of a checkout; Failed if there are none."""
         if not (checkout / "tests" / "unit" / "common.py").is_file():
             raise Failed(f"expected a checkout of DeepSpeed with tests/unit/common.py, got {checkout}")
         tests = work / "checkout" / "tests"
@@ -122,11 +115,8 @@ class Suite:
                 print(line)
 
     def collect(self, paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Return the ids of all tests in these files and folders, and why files have none that cannot be imported.
-
-        Raises:
-            Failed: pytest could not run, or found another DeepSpeed than the installed one.
-        """
+        """Return the ids of all tests in these files and folders, and why files have none that cannot be imported;
+        Failed if pytest could not run, or found another DeepSpeed than the installed one."""
         node = [path for path in paths if (self.tests / file_of(path)).exists()]
         if not node:
             raise Failed(f"none of these is in {self.tests}: {', '.join(paths)}")
@@ -220,8 +210,7 @@ def _lines(record: Path) -> list[dict[str, Any]]:
     """Return what a recorder has written; the last line may be a part of one."""
     if not record.is_file():
         return []
-    full = record.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in full]
+    return [json.loads(line) for line in record.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def _tail(log: Path) -> str:

@@ -11,15 +11,8 @@ _FILL = 0xA5  # what lies around a view
 
 
 class Placed:
-    """A tensor in memory of its own, at any address, its rows apart.
-
-    Args:
-        values: (width,) or (rows, width).
-        use: whether kernels may read and write it.
-        offset: elements before it.
-        gap: elements after each row except the last.
-        known: whether it has been written to, and may be read first.
-    """
+    """A tensor of (width,) or (rows, width) in memory of its own, at any address: ``offset`` elements after the start,
+    ``gap`` elements between rows. ``known``: it has been written to, and may be read first."""
 
     def __init__(self, values: Tensor, use: Use, offset: int = 0, gap: int = 0, known: bool = True) -> None:
         self.use = use | Use.KNOWN if known else use

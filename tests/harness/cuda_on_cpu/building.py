@@ -76,11 +76,7 @@ def missing() -> str:
 
 def build_library(sources: Path, folder: Path, name: str) -> Path:
     """Build the kernels in ``csrc/loco`` of a checkout, and return the library; ``folder`` has those of all builds.
-
-    Raises:
-        ValueError: a source has something that is not rewritten.
-        RuntimeError: it does not compile.
-    """
+    ValueError if a source has something that is not rewritten, RuntimeError if it does not compile."""
     sanitizers = [flag for flag in BUILDS[name].emulator if flag.startswith("-fsanitize")]
     checks = sanitizers or ["-Wl,--no-undefined"]  # sanitizers' functions come from what is preloaded
     return _built(sources, folder, name, SOURCES + _EMULATOR, ["-shared", "-Wl,-Bsymbolic", *checks])

@@ -28,13 +28,8 @@ VARIANTS = (
 
 
 class Comparison:
-    """Compares operators of an emulator; counts cases and runs.
-
-    Args:
-        emulator: it has the operators.
-        checked: whether it knows of each access: arguments are allowed to kernels for the time of a run.
-        fail: called for a case that differs; raises or records it.
-    """
+    """Compares operators of an emulator; counts cases and runs. ``checked``: it knows of each access, so arguments are
+    allowed to kernels for the time of a run. ``fail`` is called for a case that differs; it raises or records it."""
 
     def __init__(self, emulator: Emulator, checked: bool, fail: Callable[[str], None]) -> None:
         self.emulator = emulator
@@ -53,11 +48,8 @@ class Comparison:
         variants: Sequence[Variant] = VARIANTS,
         oracle: Operator | None = None,
     ) -> bool:
-        """Compare one case in all variants, and return whether all bits are equal.
-
-        ``Placed`` arguments are restored before each run, and left as the last run wrote them. ``oracle`` replaces the
-        reference if that has no answer.
-        """
+        """Compare one case in all variants, and return whether all bits are equal. ``Placed`` arguments are restored
+        before each run, and left as the last one wrote them. ``oracle`` replaces a reference without an answer."""
         self.cases[name] += 1
         who = "the reference"
         placed = list({id(item): item for item in arguments if isinstance(item, Placed)}.values())

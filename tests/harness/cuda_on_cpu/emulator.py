@@ -74,8 +74,7 @@ class Emulator:
         self._path = library
         self._operators = torch.library.Library(NAMESPACE, "DEF")
         for name in OPERATORS:
-            schema = str(getattr(torch.ops.deepspeed_paro, name).default._schema)
-            self._operators.define(schema.partition("::")[2])
+            self._operators.define(str(getattr(torch.ops.deepspeed_paro, name).default._schema).partition("::")[2])
         torch.ops.load_library(str(library))
         self._library = ctypes.CDLL(str(library))
         self._library.cuda_on_cpu_allow.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]

@@ -14,13 +14,8 @@ from tests.harness.cuda_on_cpu.emulator import OPERATORS, Counts, Emulator, Use,
 
 
 class OnDevice(Emulator):
-    """Operators that take tensors of the CPU and run on a device, with all that lies around the tensors.
-
-    Orders of blocks and threads are the device's: a case of seven variants runs seven times.
-
-    Args:
-        device: "cuda"; "cpu" tests this class.
-    """
+    """Operators that take tensors of the CPU and run on a device, with all that lies around the tensors. Orders of
+    blocks and threads are the device's: a case of seven variants runs seven times. Device "cpu" tests this class."""
 
     def __init__(self, device: str) -> None:
         assert ops.load_kernels() and ops.has_kernels(device.upper()), f"expected kernels for {device}, got none"
@@ -39,8 +34,7 @@ class OnDevice(Emulator):
                 return argument
             full = _whole(argument)
             node = storages.setdefault(full.data_ptr(), full.to(self._device, copy=True))
-            offset = argument.storage_offset()
-            return node.view(argument.dtype).as_strided(argument.shape, argument.stride(), offset)
+            return node.view(argument.dtype).as_strided(argument.shape, argument.stride(), argument.storage_offset())
 
         getattr(torch.ops.deepspeed_paro, name).default(*map(moved, arguments))
         for argument in arguments:

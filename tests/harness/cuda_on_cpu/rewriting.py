@@ -1,10 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites syntax of nvcc in the sources of the kernels: launches, assembly, shared memory, their registration.
-
-Each rewrite says how often it must match in each file, so that a kernel that has changed beyond them fails here, and
-not by a result.
-"""
+"""Rewrites syntax of nvcc in the sources of the kernels: launches, assembly, shared memory, their registration. Each
+says how often it must match in a file: a kernel that has changed beyond them fails here, and not by a result."""
 
 import re
 from collections.abc import Callable, Mapping

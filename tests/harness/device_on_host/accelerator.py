@@ -18,12 +18,9 @@ _COPIES = ("copy_", "_to_copy")
 
 class DeviceOrder(Order):
     """The order of a device and a host: each runs the operations on its own tensors, and copies are on the current
-    stream.
-
-    The host waits for copies, unless they are told not to block and its memory is pinned. Pinned memory that is freed
-    is not reused before its copies have ended, as in torch. If a source has gaps, or another dtype than its target,
-    the host reads it as soon as the copy is called, even while a stream still writes it.
-    """
+    stream. The host waits for copies, unless they are told not to block and its memory is pinned. Pinned memory that
+    is freed is not reused before its copies have ended, as in torch. If a source has gaps, or another dtype than its
+    target, the host reads it as soon as the copy is called, even while a stream still writes it."""
 
     knows_host = True
 
@@ -99,9 +96,7 @@ class DeviceAccelerator(StreamAccelerator):
 @contextlib.contextmanager
 def device_on_host(library: str) -> Iterator[Order]:
     """Within this context, DeepSpeed's device is simulated: tensors know where they are, streams have an order.
-
-    Afterwards, the process cannot run other cases, since torch cannot forget the device.
-    """
+    Afterwards, the process cannot run other cases, since torch cannot forget the device."""
     register(library)
     with groups_of_device(), device_with_streams(DeviceOrder(), DeviceAccelerator) as order:
         yield order

@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """Makes the simulated device one of torch's, in a process that has no other; and its process groups, which are gloo's.
-
-This runs inside rank processes.
-"""
+This runs inside rank processes."""
 
 import contextlib
 import functools
@@ -84,11 +82,9 @@ def groups_of_device() -> Iterator[None]:
 
 
 class _Work:
-    """A collective of gloo's in flight, whose tensors are alive until code has waited for it.
-
-    Gloo's threads release their tensors some time after ``wait``. So they receive tensors that keep no memory alive,
-    and the memory of the device does not depend on the speed of these threads.
-    """
+    """A collective of gloo's in flight, whose tensors are alive until code has waited for it. Gloo's threads release
+    their tensors some time after ``wait``. So they receive tensors that keep no memory alive, and the memory of the
+    device does not depend on the speed of these threads."""
 
     _under_way: ClassVar[set["_Work"]] = set()
 

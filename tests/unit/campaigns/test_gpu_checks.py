@@ -80,8 +80,7 @@ def test_only_a_whole_run_of_a_commit_is_written(
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     about = {"date": "2027-01-02T03:04:05Z", "device": "a GPU", "versions": "3", "commit": "abc", "command": "python"}
     gpu_runs.write_results(tmp_path / "result", about | changed, outcomes_of_all(T4=gpu_runs.FAILED))
-    arguments = ["--verdicts-of", str(tmp_path / "result.json"), "--write-status"]
-    assert gpu.main(arguments) == 1
+    assert gpu.main(["--verdicts-of", str(tmp_path / "result.json"), "--write-status"]) == 1
     assert (tmp_path / claims.TABLE).exists() == (not changed)
     if not changed:
         assert len((tmp_path / claims.TABLE).read_text().splitlines()) == 1 + len(claims.CLAIMS)

@@ -142,8 +142,7 @@ def experts_case(name: str, folder: str, kind: str) -> tuple[bool, float]:
     for path in Path(folder, f"{kind}{name}").glob("*.safetensors"):
         saved.update(load_file(path))
     full.load_state_dict(saved)
-    inputs = training.batches(job)
-    x, _ = next(inputs)
+    x, _ = next(training.batches(job))
     engine.eval()
     with torch.no_grad():
         apart = (engine(x) - full.eval()(x)).abs().max().item()

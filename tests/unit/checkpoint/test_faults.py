@@ -364,10 +364,7 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[st
     engine.save_checkpoint(disk, "same")
     saved = snapshots.snapshot(engine, model, job)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
-
-    def fail(*_: Any) -> None:
-        raise OSError("no space for names")
-
+    fail = mock.Mock(side_effect=OSError("no space for names"))
     revert = folders.CheckpointFolder.revert
 
     def revert_late(taken: folders.CheckpointFolder) -> None:

@@ -75,12 +75,8 @@ def test_errors_of_cleanup_fail_no_committed_save(tmp_path: Path, monkeypatch: p
     folder = CheckpointFolder(tmp_path, "one")
     save(folder, "first")
     write(folder, "second")
-
-    def out_of_memory(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", out_of_memory)
+        patch.setattr(shutil, "rmtree", mock.Mock(side_effect=MemoryError))
         publish(folder)
     assert read(folder) == {"second"} and len(names_in(tmp_path)) == 3
     save(folder, "third")
@@ -223,8 +219,7 @@ def test_a_save_that_fails_on_another_rank_is_undone(tmp_path: Path, tag: str) -
             for act in (folder.publish, folder.update_latest)[:done]:
                 act()
             folder.revert()
-            remaining = {path.name for path in tmp_path.iterdir()}
-            assert remaining == ({"one", "latest"} if latest else set())
+            assert {path.name for path in tmp_path.iterdir()} == ({"one", "latest"} if latest else set())
             assert not latest or (read(item) == {"first"} and (tmp_path / "latest").read_text() == "one")
 
 

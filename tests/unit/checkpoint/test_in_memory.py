@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""In-memory saves: after the loss of a node, the run continues from the copies on the other nodes.
-
-A node is a group of two ranks with a folder of its own.
-"""
+"""In-memory saves: after the loss of a node, the run continues from the copies on the other nodes. A node is a group
+of two ranks with a folder of its own."""
 
 import dataclasses
 import json
@@ -284,8 +282,7 @@ def folder_of(memory: Path, save_dir: Path, run: str) -> Any:
 def publish(folder: Any, number: int, **more: Any) -> None:
     staging = folder.create_staging(number, 0)
     (staging / "file").write_bytes(b"12345")
-    identity = Identity(number, "tag", 3, 1.0, "", "model", 1)
-    folder.publish(staging, Part(identity, f"{number}-0", {"file": 0}))
+    folder.publish(staging, Part(Identity(number, "tag", 3, 1.0, "", "model", 1), f"{number}-0", {"file": 0}))
     folder.remove_others(number)
 
 
@@ -312,12 +309,8 @@ def test_jobs_with_one_path_on_two_volumes_keep_their_saves(tmp_path: Path) -> N
 def test_errors_of_cleanup_fail_no_save_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(tmp_path, tmp_path, "a" * 32)
     publish(folder, 1)
-
-    def out_of_memory(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", out_of_memory)
+        patch.setattr(shutil, "rmtree", mock.Mock(side_effect=MemoryError))
         publish(folder, 2)
         folder.remove_files_of(1, 0)
     assert sorted(part.save.number for part in folder.read_parts()) == [1, 2]

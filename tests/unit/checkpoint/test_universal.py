@@ -69,8 +69,7 @@ def load_case(
     engine, model = training.make_trained(job, placed(loaded, group_size), skip=7)  # something to be overwritten
     _, client_state = engine.load_checkpoint(f"{folder}/{saved}")
     assert client_state["epoch"] == 5
-    seen = torch.load(f"{folder}/{saved}/seen.pt")
-    differences = snapshots.difference(seen, snapshots.snapshot(engine, model, job))
+    differences = snapshots.difference(torch.load(f"{folder}/{saved}/seen.pt"), snapshots.snapshot(engine, model, job))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     counts = snapshots.snapshot(engine, model, job)["steps"]
     assert counts.tolist() == [4.0], counts  # each of the optimizer's tensors has counted that step, and once

@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """Exits of scripts while updated parameters are in flight: processes exit as with stock ZeRO, and no data is lost.
-
-Most cases are two real processes that end by Python's own finalization; one rank takes its last step later.
-"""
+Most cases are two real processes that end by Python's own finalization; one rank takes its last step later."""
 
 import time
 from typing import Any

@@ -109,11 +109,9 @@ def test_plan_size_does_not_depend_on_ranks() -> None:
 
 
 def test_plan_separates_two_buffers() -> None:
-    layouts = (FlatLayout(8, 2, 2), FlatLayout(12, 2, 2))
-    plan = plan_bucket(layouts, ((1, Span(2, 5)), (0, Span(0, 8))))
+    plan = plan_bucket((FlatLayout(8, 2, 2), FlatLayout(12, 2, 2)), ((1, Span(2, 5)), (0, Span(0, 8))))
     assert [plan.splits(col, 2) for col in range(2)] == [[3, 3], [5, 2]]
-    columns = [[tuple(span) for part in plan.rows_of(col, 2) for span in part] for col in range(2)]
-    assert columns == [
+    assert [[tuple(span) for part in plan.rows_of(col, 2) for span in part] for col in range(2)] == [
         [(0, 0, 0, 2), (1, 0, 2, 1), (0, 1, 0, 2), (1, 1, 0, 1)],
         [(0, 0, 0, 2), (1, 0, 0, 3), (0, 1, 0, 2)],
     ]
@@ -128,8 +126,7 @@ def test_windows_cover_the_chunk_and_are_unpacked(layout: FlatLayout, most: int,
     assert sum(width for _, width in windows) == layout.chunk
     for start, width in windows:
         assert width == 1 or width * layout.rows <= most
-        cells = where[:, :, start : start + width].transpose(0, 1).float()
-        layout.unpack_window(flat, start, cells, add=add)
+        layout.unpack_window(flat, start, where[:, :, start : start + width].transpose(0, 1).float(), add=add)
     assert torch.equal(flat, torch.arange(layout.numel).float())
 
 
@@ -188,8 +185,7 @@ def test_tensor_is_split_by_spans(spans: list[Span], padding: int) -> None:
 
 
 def test_spans_are_split_at_part_boundaries() -> None:
-    spans = ShardSpan(0, 1, 5, 7), ShardSpan(3, 1, 2, 4)
-    first, second, third, fourth = split_spans(spans, [3, 0, 6, 9])
+    first, second, third, fourth = split_spans((ShardSpan(0, 1, 5, 7), ShardSpan(3, 1, 2, 4)), [3, 0, 6, 9])
     assert first == (ShardSpan(0, 1, 5, 3),) and second == ()
     assert third == (ShardSpan(0, 1, 8, 4), ShardSpan(3, 1, 2, 2)) and fourth == (ShardSpan(3, 1, 4, 2),)
 
@@ -215,8 +211,7 @@ def test_owners_balance_costs_and_spread_jobs_over_groups() -> None:
     for owner, cost in zip(assign_owners(jobs, ranks, group), costs, strict=True):
         loads[owner] += cost
     assert len(loads) == ranks and max(loads.values()) < 1.05 * sum(costs) / ranks
-    few = assign_owners(jobs[:6], ranks, group)
-    assert Counter(owner // group for owner in few) == {0: 2, 1: 2, 2: 2}
+    assert Counter(owner // group for owner in assign_owners(jobs[:6], ranks, group)) == {0: 2, 1: 2, 2: 2}
 
 
 def test_owners_hold_elements_and_local_jobs_stay_local() -> None:
@@ -236,8 +231,7 @@ def test_rounds_are_filled_per_owner() -> None:
     stripe = Stripe(Span(0, 120), 0, 10)
     jobs = [Job(Span(0, numel), stripe, 1.0) for numel in (50, 30, 30, 20, 20, 8)]
     owners = [0, 1, 1, 1, 0, 0]
-    job_rounds = rounds(jobs, owners, most_numel=50)
-    assert job_rounds == [[0, 1], [2, 3, 4], [5]]  # what stays comes last
+    assert rounds(jobs, owners, most_numel=50) == [[0, 1], [2, 3, 4], [5]]  # what stays comes last
     assert sorted(number for numbers in rounds(jobs, owners, most_numel=1) for number in numbers) == list(range(6))
     for numbers in rounds(jobs, owners, most_numel=1):
         assert max(Counter(owners[number] for number in numbers).values()) == 1

@@ -44,8 +44,7 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
         handle.wait()  # again, as one may who does not know
         right.append(all(torch.equal(part, expected) for part, expected in zip(received, due, strict=True)))
     dist.barrier()
-    in_flight = len(collectives._in_flight.get(group, ()))
-    return [*right, in_flight == int(dropped)]
+    return [*right, len(collectives._in_flight.get(group, ())) == int(dropped)]
 
 
 @pytest.mark.parametrize("late, dropped", [(0, False), (2, False), (1, True)])

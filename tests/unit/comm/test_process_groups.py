@@ -72,8 +72,7 @@ def test_ranks_of_groups() -> None:
     ("abcdeabcde", 2, "5 of 5 groups"),
 )
 def test_warning_if_groups_span_too_many_hosts(hosts: str, size: int, spread: str) -> None:
-    ranks = range(10, 10 + 2 * len(hosts), 2)
-    text = placement_warning(ranks, size, [ord(host) for host in hosts])
+    text = placement_warning(range(10, 10 + 2 * len(hosts), 2), size, [ord(host) for host in hosts])
     assert spread in text and bool(spread) == bool(text), text
     if hosts == "abab":
         assert "ranks [10, 12] are a group, and the 2 hosts have the ranks [10, 14], [12, 16]. Start" in text
@@ -171,8 +170,7 @@ def timeout_case() -> list[float]:
     ("444422", "Set zero_optimization.paro_group_size to 2, the largest size with which no group spans two nodes"),
 )
 def test_different_node_sizes_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
-    errors = ranks(len(sizes)).run_expect_error(nodes_case, sizes)
-    for error in errors:
+    for error in ranks(len(sizes)).run_expect_error(nodes_case, sizes):
         assert error.type == "ValueError" and re.search(message, error.message), error
 
 

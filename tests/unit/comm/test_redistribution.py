@@ -106,10 +106,9 @@ def test_gathers_use_hops_of_their_placements(ranks: Any) -> None:
     for rank, answers in enumerate(ranks(6).run(gathers_case)):
         number = rank % 3  # in the group; ranks 0..2 are one group, 3..5 the other; rank r holds [r, r + 0.5]
         column = [float(number), number + 0.5, number + 3.0, number + 3.5]
-        everything = [v for i in range(3) for v in (i, i + 0.5, i + 3.0, i + 3.5)]
         assert answers == {
             "GI": column,
-            "GN": everything,
+            "GN": [v for i in range(3) for v in (i, i + 0.5, i + 3.0, i + 3.5)],
             "IN": [v for i in range(3) for v in (rank - number + i, rank - number + i + 0.5)],
             **{same: [float(rank), rank + 0.5] for same in ("GG", "II", "NN")},
         }

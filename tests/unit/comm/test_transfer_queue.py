@@ -53,8 +53,7 @@ class Listed(threading.Thread):
     """A thread that is listed but never starts, because of a signal."""
 
     def start(self) -> None:
-        listed = mock.patch.object(threading, "enumerate", lambda: [self])
-        listed.start()
+        mock.patch.object(threading, "enumerate", lambda: [self]).start()
         raise KeyboardInterrupt
 
 

@@ -91,8 +91,7 @@ def test_a_launch_that_does_not_end_well_leaves_no_process(
     command = shell.format(child="echo child $$; while :; do sleep 1; done", wait="echo last words; sleep 600")
     with pytest.raises(RunFailed, match=rf"\n\n{why}\ncommand: sh -c (.|\n)*\nwhole log: "):
         run(["sh", "-c", command], os.environ, log, seconds)
-    child = int(log.read_text().partition("child ")[2].split()[0])
-    assert not is_running(child)
+    assert not is_running(int(log.read_text().partition("child ")[2].split()[0]))
 
 
 @pytest.mark.quick

@@ -80,8 +80,7 @@ def test_device_has_few_modules_and_host_has_one_slice(run_on_device: Any, froze
         frozen=range(1, LAYERS - 1) if frozen else (),
         config={"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
     )
-    results = run_on_device(cases.slices_held, names, job, zero)
-    for full_bytes, rows in results:
+    for full_bytes, rows in run_on_device(cases.slices_held, names, job, zero):
         assert [row.strategy for row in rows] == list(names)
         for row in rows:
             assert row.places == {("cpu", True)}

@@ -78,8 +78,7 @@ def test_a_bad_variable(name: str) -> None:
 
 
 def test_variables_that_differ_and_threads() -> None:
-    last = variables(NCCL_BUFFSIZE="1", CUDA_VISIBLE_DEVICES="3")[3]
-    judged = bad(environment.ENVIRONMENT, USUAL, last)
+    judged = bad(environment.ENVIRONMENT, USUAL, variables(NCCL_BUFFSIZE="1", CUDA_VISIBLE_DEVICES="3")[3])
     assert "unset on ranks 0-2; 1 on rank 3" in judged["NCCL_BUFFSIZE"].found and len(judged) == 1
     text = bad(environment.ENVIRONMENT, {**USUAL, "threads": 8, "on_host": True})["OMP_NUM_THREADS"].found
     assert "16 threads of 2 rank(s) on 4 core(s) of a" in text
@@ -206,8 +205,7 @@ def test_a_kernel_with_a_wrong_bit_is_named(kernels: bool, name: str, position: 
     assert judged.startswith(name)
     assert "error feedback" in judged or position != 3 or name == "lossless_pack"
     answer = {"device": "cpu", "kernels": True, "wrong": [judged, "another (too)"]}
-    good = {"device": "cpu", "kernels": True, "wrong": []}
-    bad, fine = self_test.judge({0: good, 1: answer}, launch("ab"))
+    bad, fine = self_test.judge({0: {"device": "cpu", "kernels": True, "wrong": []}, 1: answer}, launch("ab"))
     assert bad.level == Level.WRONG and bad.subject == judged.split(" (")[0] and bad.found.endswith("another (too)")
     assert name in bad.found and "rank 1 (b)" in bad.found
     assert fine.level == Level.OK and "rank 0" in fine.found

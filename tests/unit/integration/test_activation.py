@@ -151,8 +151,7 @@ def several_engines_case() -> list[tuple[str, bool]]:
             training.step(engine, job, number, data)
     rows = []
     for weights, (engine, model, _) in zip(alone, engines, strict=True):
-        together = training.whole_weights(model)
-        rows.append((type(engine.optimizer).__name__, torch.equal(weights, together)))
+        rows.append((type(engine.optimizer).__name__, torch.equal(weights, training.whole_weights(model))))
         engine.destroy()
     return rows
 

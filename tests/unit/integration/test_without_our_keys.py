@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Without our keys, DeepSpeed behaves bit for bit as if we were not installed, except for a list of differences.
-
-Each case runs in the same rank processes as we are installed, and after our patches were undone.
-"""
+"""Without our keys, DeepSpeed behaves bit for bit as if we were not installed, except for a list of differences. Each
+case runs in the same rank processes as we are installed, and after our patches were undone."""
 
 import contextlib
 import copy
@@ -56,8 +54,7 @@ class Quantizer:
         """The bits, viewed as float16; (nodes, ranks of a node, chunk) to ranks first."""
         *_, nodes, local = _
         values = tensor.view(-1).view(torch.float16).float()
-        swizzled = values.view(nodes, local, -1).transpose(0, 1).reshape(-1)
-        return swizzled, torch.ones(groups)
+        return values.view(nodes, local, -1).transpose(0, 1).reshape(-1), torch.ones(groups)
 
     def quantized_reduction(self, pieces: Any, scales: Any, *rest: int) -> tuple[Any, Any]:
         """The sum over the ranks of a node, not divided."""

@@ -48,12 +48,11 @@ def chosen(name: str, budget: int | None, threshold: int = 0, most: int = LIVE, 
         kinds.setdefault(choice.kind.value, []).append(choice.name)
     chunks = [[len(chunk) for chunk in choice.chunks] for choice in choices if choice.chunks]
     set_leaves(choices)
-    flagged = [key for key, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     return {
         **kinds,
         "classes": sorted({type(choice.module).__name__ for choice in choices if choice.kind.value == "coarse"}),
         "chunks": chunks,
-        "flagged": flagged,
+        "flagged": [key for key, module in model.named_modules() if getattr(module, "_z3_leaf", False)],
         "hooks": hooks(choices, model),
         "granularity": {type(choice.module).__name__: choice.granularity for choice in choices if choice.granularity},
         "text": choice_table(choices, model, settings, LiveLimits(LIVE, 0, 0, 0)),
@@ -95,8 +94,7 @@ def test_units_without_a_key() -> None:
     model = mixtures.Mixtures((13, 7))  # a stem has 280 parameters, a mixer 240
     for live, classes in ((LIVE, ["Mixer", "Stem"]), (4 * 280 - 1, ["Mixer"]), (4 * 240 - 1, [])):
         choices = choose(model, default_settings(model, live))
-        units = {type(choice.module).__name__ for choice in choices if choice.kind == LeafKind.UNIT}
-        assert sorted(units) == classes
+        assert sorted({type(choice.module).__name__ for choice in choices if choice.kind == LeafKind.UNIT}) == classes
         assert not any(choice.chunks or choice.windows for choice in choices)
     assert settings_and_live(parse_section({"paro_strategy": "GGG"}), model)[0].is_default
     for key in ({"leaf_module": {}}, {"stage3_module_granularity_threshold": 5}, {"stage3_leaf_bytes": 0}):
@@ -174,9 +172,8 @@ def test_user_flags_are_respected() -> None:
 
 
 def test_nested_lists() -> None:
-    result = chosen("Nested", 10**9)
     # A pair holds lists of different things, not a stack: it is a unit.
-    assert result["coarse"] == ["stem", "layers.0", "layers.1"]
+    assert chosen("Nested", 10**9)["coarse"] == ["stem", "layers.0", "layers.1"]
 
 
 def test_choice_table_is_logged(ranks: Any) -> None:

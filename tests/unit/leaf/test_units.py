@@ -1,12 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Modules fetched as one unit train like unmodified ZeRO-3.
-
-On two ranks, results are equal bit for bit, because a sum over two ranks has one order. But leaf modules, including
-DeepSpeed's own, add fewer nodes to autograd's graph: if a tensor has three or more consumers, its gradients may be
-summed in another order. Such networks are compared bit for bit with stock ZeRO-3 that has the same leaf modules, set
-by hand.
-"""
+"""Modules fetched as one unit train like unmodified ZeRO-3. On two ranks, results are equal bit for bit, because a sum
+over two ranks has one order. But leaf modules, including DeepSpeed's own, add fewer nodes to autograd's graph: if a
+tensor has three or more consumers, its gradients may be summed in another order. Such networks are compared bit for
+bit with stock ZeRO-3 that has the same leaf modules, set by hand."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -136,8 +133,7 @@ def one_missing_case() -> bool:
             output = engine(x)
         for module in (module for module in model.modules() if getattr(module, "_z3_leaf", False)):
             module.register_forward_pre_hook(_read_parameters)
-        same = torch.equal(output, expected) and torch.equal(engine(x), expected)
-    return same
+        return torch.equal(output, expected) and torch.equal(engine(x), expected)
 
 
 def _read_parameters(module: nn.Module, _: Any) -> None:

@@ -314,8 +314,7 @@ def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
     kinds = {}
     models = (mixtures.Packed((13, 7)), UnknownExperts(10, 7), Block(mixtures.PackedExperts(10, 7), True))
     for label, model in zip(("PackedExperts", "Unknown", "Lent"), models, strict=True):
-        inside = model if label != "Unknown" else Block(model, False)
-        choices = choose(inside, Settings(6552, 0, 10**9))
+        choices = choose(model if label != "Unknown" else Block(model, False), Settings(6552, 0, 10**9))
         summary = next(row for row in summaries(choices) if "Experts" in row.cls)
         kinds[label] = summary.kind, summary.why
     return message, {

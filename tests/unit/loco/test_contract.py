@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""LoCo's numerical contract for single operators; parts that need several ranks are tested in test_hop.py.
-
-S: the scale on the wire; r = h - d: the quantization error of a compensated gradient.
-"""
+"""LoCo's numerical contract for single operators; parts that need several ranks are tested in test_hop.py. S: the
+scale on the wire; r = h - d: the quantization error of a compensated gradient."""
 
 import itertools
 import math
@@ -66,8 +64,7 @@ class Sender:
         """Return the error in fp32."""
         if self.error is None:
             return torch.zeros(1, width)
-        hadamard = self.options.get("hadamard", False)
-        return reference.decode_error(self.error, width, self.packing.block_size, hadamard)
+        return reference.decode_error(self.error, width, self.packing.block_size, self.options.get("hadamard", False))
 
     def steps(self, width: int) -> Tensor:
         """Return S of each element."""
@@ -83,8 +80,7 @@ def test_01_unsent_part_is_the_error(bits: int, beta: float) -> None:
     for step in range(3):
         gradient, before = normal(2, width, seed=step), sender.kept(width)
         arrived = sender.send(gradient)
-        lost = gradient + before - arrived
-        expected = beta * before + (1 - beta) * lost
+        expected = beta * before + (1 - beta) * (gradient + before - arrived)
         assert (sender.kept(width) - expected).abs().max() <= 4 * ULP * gradient.abs().max(), step
 
 
@@ -213,8 +209,7 @@ def test_11_any_size_and_alignment(numel: int, hadamard: bool) -> None:
     base = normal(numel + 3).to(torch.bfloat16)
     for offset in (0, 1, 3):
         gradient = base[offset : offset + numel].view(1, -1)
-        sender = Sender(beta=0.8, hadamard=hadamard)
-        arrived = sender.send(gradient)
+        arrived = Sender(beta=0.8, hadamard=hadamard).send(gradient)
         aligned = Sender(beta=0.8, hadamard=hadamard)
         assert torch.equal(aligned.send(gradient.clone()), arrived)
         # Behind the end are zeros: they do not change the scale of what is before it.
@@ -226,8 +221,7 @@ def test_11_any_size_and_alignment(numel: int, hadamard: bool) -> None:
 
 
 def test_11_strided_rows_and_outputs() -> None:
-    wide = normal(4, 1000)
-    packing, gradient = Packing(4, 128), wide[:, 3:700]
+    packing, gradient = Packing(4, 128), normal(4, 1000)[:, 3:700]
     wires = [packing.empty(4, 697, gradient) for _ in range(2)]
     ops.compress(gradient, wires[0], packing)
     ops.compress(gradient.contiguous(), wires[1], packing)

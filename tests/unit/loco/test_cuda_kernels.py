@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels compile, and on a GPU they support streams, graphs, and 64-bit sizes.
-
-``tests.campaigns.kernels`` compares their bits with the reference, emulated and on a GPU.
-"""
+"""The CUDA kernels compile, and on a GPU they support streams, graphs, and 64-bit sizes. ``tests.campaigns.kernels``
+compares their bits with the reference, emulated and on a GPU."""
 
 from pathlib import Path
 

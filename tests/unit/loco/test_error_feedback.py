@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback: cost of finding errors, changes of buckets, and host memory.
-
-Copies between devices are recorded on the meta device, which does not execute them.
-"""
+"""Error feedback: cost of finding errors, changes of buckets, and host memory. Copies between devices are recorded on
+the meta device, which does not execute them."""
 
 import sys
 from types import SimpleNamespace

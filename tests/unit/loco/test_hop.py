@@ -120,8 +120,7 @@ def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation
 def reset_case(name: str, accumulation: int) -> tuple[list[bool], float]:
     """Return after which of seven steps, with resets after three, there are errors; and updates of each a step."""
     job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
-    loco = {"zeropp_loco_param": {"reset_T": 3}}
-    engine, _ = training.make_engine(job, training.placed(name, **loco))
+    engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"reset_T": 3}))
     memory, data, has_errors, updates = engine.optimizer.error_state, training.batches(job), [], []
     memory.store = lambda contents, updated, updates=updates: updates.append(contents)
     for number in range(7 * accumulation):

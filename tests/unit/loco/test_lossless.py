@@ -152,8 +152,7 @@ def test_rows_are_applied_in_order(run: Operators) -> None:
 
 @pytest.mark.parametrize("kind", ["few", "mixed", "random"])
 def test_tiles_beyond_the_wire_are_omitted(kind: str) -> None:
-    width = 4 * lossless.TILE
-    updated, replica = parameters(kind, width, torch.bfloat16)
+    updated, replica = parameters(kind, 4 * lossless.TILE, torch.bfloat16)
     complete_wire = packed(updated, replica)
     header, size = lossless.header_of(ops.measure(updated, replica))
     starts = 4 * len(header) + 2 * (header & (2**30 - 1)).long()

@@ -120,8 +120,7 @@ def distance_to_masters(engine: Any) -> float:
         else:
             values = span.of(param.detach().flatten())
             master = param._hp_mapping.get_hp_fragment().flatten()
-        rounded = master.to(values.dtype).float()
-        worst = max(worst, (values.float() - rounded).abs().max().item())
+        worst = max(worst, (values.float() - master.to(values.dtype).float()).abs().max().item())
     return worst
 
 

@@ -92,8 +92,7 @@ def not_sent(engine: Any) -> list[float]:
 
 def save_case(name: str, folder: str) -> list[float]:
     """Save after three steps, and convert; return the unsent gradients."""
-    job = snapshots.job_of()
-    engine, _ = training.make_trained(job, training.placed(name, zeropp_loco_param={}), 3)
+    engine, _ = training.make_trained(snapshots.job_of(), training.placed(name, zeropp_loco_param={}), 3)
     engine.save_checkpoint(folder, name)
     unsent = not_sent(engine)
     engine.destroy()
@@ -153,8 +152,7 @@ def again_case(folder: str) -> tuple[int, bool]:
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
     engine.save_checkpoint(folder, "tag")
     engine.destroy()
-    universal = snapshots.job_of(checkpoint={"load_universal": True})
-    engine, _ = training.make_engine(universal, loco)
+    engine, _ = training.make_engine(snapshots.job_of(checkpoint={"load_universal": True}), loco)
     engine.load_checkpoint(folder, "tag_universal")
     zero = not engine.optimizer.error_state._errors  # they are of another save, which is no reason to refuse the rest
     return engine.global_steps, zero

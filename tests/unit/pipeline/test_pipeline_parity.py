@@ -104,8 +104,7 @@ def test_leaf_units_match_zero_1(ranks: Any) -> None:
 
 def test_optimizer_offload_matches_zero_1(ranks: Any) -> None:
     zero = {**SMALL, "offload_optimizer": {"device": "cpu"}}
-    config = {"zero_force_ds_cpu_optimizer": False}
-    run(ranks, SOME, optimizer="Adam", zero=zero, config=config)
+    run(ranks, SOME, optimizer="Adam", zero=zero, config={"zero_force_ds_cpu_optimizer": False})
 
 
 @with_cases("names", SOME, *deep((REPLICATED,), (PARTITIONED,)))

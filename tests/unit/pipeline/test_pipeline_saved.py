@@ -77,8 +77,7 @@ def other_stages_case(folder: str, saved: str, loaded: str, stages: int = 0) -> 
     one, from a universal checkpoint, also the moments."""
     pipes = [pipelines.Pipe(optimizer="Adam", micro_batches=2, tied=not stages)] * 2
     if stages:
-        config = {"checkpoint": {"load_universal": True}}
-        pipes[1] = replace(pipes[0], stages=stages, config=config)
+        pipes[1] = replace(pipes[0], stages=stages, config={"checkpoint": {"load_universal": True}})
     states, losses = [], []
     for pipe, name in zip(pipes, (saved, loaded), strict=True):
         engine = pipelines.make_pipeline(pipe, placed(name, 1))

@@ -80,8 +80,7 @@ def test_spans_that_overlap_without_nesting_get_another_thread() -> None:
     report = reports.report()
     spans = [[0.0, 2.0, "a", "forward", None, None], [1.0, 3.0, "b", "wait", None, None]]
     report["timelines"] = [report["timelines"][0] | {"lanes": [{"lane": "training", "spans": spans}]}]
-    threads = complete(chrome_trace(report))
-    spans = {thread: [e["name"] for e in events] for (_, thread), events in threads.items()}
+    spans = {thread: [e["name"] for e in events] for (_, thread), events in complete(chrome_trace(report)).items()}
     assert spans == {"training": ["a"], "training (2)": ["b"]}
     assert chrome_trace(reports.empty())["traceEvents"] == []
 

@@ -48,8 +48,7 @@ def test_every_page_is_drawn_within_its_window(looked: tuple[dict[str, Any], lis
 
 
 def test_sections_are_those_with_data(looked: tuple[dict[str, Any], list[str]]) -> None:
-    sections = {name.removesuffix("-1280"): set(one["sections"]) for name, one in looked[0].items() if "1280" in name}
-    assert sections == {
+    assert {name.removesuffix("-1280"): set(one["sections"]) for name, one in looked[0].items() if "1280" in name} == {
         "NIG": SECTIONS - {"modules"},  # its waits are for no module's parameters
         "IIG": SECTIONS,
         "large": SECTIONS,

@@ -79,14 +79,12 @@ def test_what_stands_out_is_said(changed: dict[str, Any], said: str) -> None:
 
 
 def test_where_nothing_stands_out_it_says_so() -> None:
-    too_large = [choice("IIG", 2.0, now=True), choice("NIG", 1.0, fits=False)]
-    for one in (report(), report(choices=too_large)):
+    for one in (report(), report(choices=[choice("IIG", 2.0, now=True), choice("NIG", 1.0, fits=False)])):
         assert page.findings(one) == ["No strategy is predicted to be faster by more than 5%."]
 
 
 def test_a_paragraph_has_the_step_its_parts_and_a_prediction() -> None:
-    said = page.paragraph(report(findings=["First.", "Second.", "Third."]))
-    assert said == (
+    assert page.paragraph(report(findings=["First.", "Second.", "Third."])) == (
         "A step of N-I-G (p=N, g=I, os=G) takes 1 s on 4 ranks in 2 group(s) of 2: 0.9 s compute, 0.02 s exposed "
         "within groups, 0.03 s exposed between groups, 0.02 s the update, and 0.03 s other. The planner "
         "predicts 1 s. First. Second."
@@ -98,8 +96,7 @@ def test_operations_have_the_arguments_of_deepspeeds_backend() -> None:
         method = getattr(TorchBackend, name)
         # DeepSpeed's decorator keeps the function that it wraps in its closure.
         inner = inspect.getclosurevars(method).nonlocals.get("func", method)
-        argument_names = list(inspect.signature(inner).parameters)[1:]
-        assert argument_names == list(operation.arguments), name
+        assert list(inspect.signature(inner).parameters)[1:] == list(operation.arguments), name
 
 
 def test_bytes_of_operations_are_those_that_a_rank_receives() -> None:

@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated cluster: its counters, its rate, its launchers, and that nothing is left on the machine.
-
-Ranks are short scripts without torch and, except in one test, without a launcher, so they start at once.
-"""
+"""The emulated cluster: its counters, its rate, its launchers, and that nothing is left on the machine. Ranks are
+short scripts without torch and, except in one test, without a launcher, so they start at once."""
 
 import json
 import re

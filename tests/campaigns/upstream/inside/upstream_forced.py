@@ -1,11 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every configuration of ZeRO that has none of our keys the strategy that corresponds to its stage.
-
-``autoload`` is an entry point of ``torch.backends``, as the package's own: it runs in every process that imports
-torch, be it started by pytest, a fork server, ``spawn`` or a launcher, on both sides. Forcing wraps rows of the
-package's patch list, before the package applies them.
-"""
+"""Gives every configuration of ZeRO that has none of our keys the strategy that corresponds to its stage. ``autoload``
+is an entry point of ``torch.backends``, as the package's own: it runs in every process that imports torch, be it
+started by pytest, a fork server, ``spawn`` or a launcher, on both sides. Forcing wraps rows of the package's patch
+list, before the package applies them."""
 
 import functools
 import json
@@ -39,11 +37,7 @@ def _without_devices_on_a_cpu(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def force() -> None:
-    """Wrap the two patches through which a strategy is asked for and made.
-
-    Raises:
-        RuntimeError: the patches are not there, or applied already.
-    """
+    """Wrap the two patches through which a strategy is asked for and made; RuntimeError without them, or too late."""
     from deepspeed_ext.integration import patcher, patches
 
     wrap = {_CONFIG: _forcing, _OPTIMIZER: _noting}
@@ -57,14 +51,8 @@ def force() -> None:
 
 
 def with_strategy(section: Any, strategies: Mapping[str, str], group_size: int | None, ranks: int | None) -> Any:
-    """Return a raw ``zero_optimization`` section with the strategy of its stage.
-
-    Args:
-        section: whatever is configured; what is not plain ZeRO of one of the stages is left alone.
-        strategies: by stage.
-        group_size: ranks in a group where that divides the ranks, else there is one group.
-        ranks: how many there are; None if nobody knows yet.
-    """
+    """Return a raw ``zero_optimization`` section with the strategy of its stage, unless it is not plain ZeRO of one of
+    them; with one group if ``group_size`` does not divide the ranks, which are None if nobody knows them yet."""
     from deepspeed_ext.config.keys import GROUP_SIZE, STRATEGY, our_keys
     from deepspeed_ext.strategy import STRATEGIES
 

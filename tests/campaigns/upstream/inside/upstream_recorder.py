@@ -1,9 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of pytest that runs the given tests and records the outcome of each, a line of JSON each.
-
-The process that is started and the workers of pytest-xdist load it. Only the former writes, since workers may die.
-"""
+"""A plugin of pytest that runs the given tests and records the outcome of each, a line of JSON each. The process that
+is started and the workers of pytest-xdist load it. Only the former writes, since workers may die."""
 
 import contextlib
 import importlib.util
