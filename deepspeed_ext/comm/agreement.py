@@ -42,9 +42,9 @@ def any_rank(flag: bool, group: ProcessGroup | None = None) -> bool:
     return bool(all_reduce_max(torch.tensor([float(flag)]), group).item())
 
 
-def all_reduce_min(value: int) -> int:
+def all_reduce_min(value: int, group: ProcessGroup | None = None) -> int:
     """Return the smallest of all ranks' values."""
-    return int(all_reduce(torch.tensor([value]), dist.ReduceOp.MIN).item())
+    return int(all_reduce(torch.tensor([value]), dist.ReduceOp.MIN, group).item())
 
 
 def all_reduce_sum(value: int) -> int:
@@ -52,9 +52,9 @@ def all_reduce_sum(value: int) -> int:
     return int(all_reduce(torch.tensor([value]), dist.ReduceOp.SUM).item())
 
 
-def unique_number() -> int:
+def unique_number(group: ProcessGroup | None = None) -> int:
     """Return a random number, the same on all ranks."""
-    return all_reduce_min(secrets.randbits(_RANDOM_BITS))
+    return all_reduce_min(secrets.randbits(_RANDOM_BITS), group)
 
 
 def bounds(values: Sequence[int], group: ProcessGroup | None = None) -> list[tuple[int, int]]:

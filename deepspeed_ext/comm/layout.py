@@ -32,7 +32,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.spans import BufferSpan, Contents, ShardSpan, Span, Spans, merge_neighbors
+from deepspeed_ext.comm.spans import BufferSpan, Contents, ShardSpan, Span, Spans, merge_in_buffers
 from deepspeed_ext.strategy import Placement
 
 # Windows start at multiples of the first of these that fits: complete blocks of LoCo, aligned buckets.
@@ -229,15 +229,6 @@ class FlatLayout:
         return self.stripes[bisect_right(self.stripes, column, key=lambda stripe: stripe.column) - 1]
 
 
-def parts_of(tensors: Sequence[Tensor], spans: Sequence[BufferSpan]) -> Iterator[Tensor]:
-    """Yield the part of each span of a bucket, 1D. ``tensors``: the bucket, 1D, or one tensor for each span."""
-    if len(tensors) == len(spans):
-        yield from tensors
-        return
-    (bucket,) = tensors
-    yield from bucket.split([span.numel for _, span in spans])
-
-
 class Cut(NamedTuple):
     """The same span of several rows' chunks of a flat buffer.
 
@@ -265,8 +256,7 @@ class RowRange(NamedTuple):
 
     def spans(self) -> list[BufferSpan]:
         """Return the contents of each row in its chunks, in order: cuts, with neighbors joined."""
-        by_buffer = groupby(self.cuts, key=lambda cut: cut.buffer)
-        return [(buffer, span) for buffer, cuts in by_buffer for span in merge_neighbors(cut.span for cut in cuts)]
+        return merge_in_buffers((cut.buffer, cut.span) for cut in self.cuts)
 
 
 @dataclass(frozen=True, eq=False)

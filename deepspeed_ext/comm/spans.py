@@ -3,6 +3,7 @@
 """Spans: contiguous elements of a tensor. All other interval types contain one."""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
@@ -77,6 +78,12 @@ def merge_neighbors(spans: Iterable[Span]) -> list[Span]:
         else:
             merged.append(span)
     return merged
+
+
+def merge_in_buffers(spans: Iterable[BufferSpan]) -> list[BufferSpan]:
+    """Return spans of buffers with neighbors joined, as ``merge_neighbors``."""
+    by_buffer = groupby(spans, key=lambda item: item[0])
+    return [(buffer, span) for buffer, own in by_buffer for span in merge_neighbors(span for _, span in own)]
 
 
 def split_as(tensor: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:

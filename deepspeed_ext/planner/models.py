@@ -53,8 +53,11 @@ def describe(
     width = gradient_bytes or parameter_bytes or first.element_size()
     units = units or default_settings(model, MAX_LIVE)
     whole_params = whole_parameters(model)
-    fetches, _ = _count_fetches(model, units, parameter_bytes)
-    sharded_fetches, largest_layer = _count_fetches(model, units, parameter_bytes, whole_params)
+    fetches, largest_layer = _count_fetches(model, units, parameter_bytes)
+    whole_fetches = 0
+    if whole_params:
+        sharded_fetches, largest_layer = _count_fetches(model, units, parameter_bytes, whole_params)
+        whole_fetches = fetches - sharded_fetches
     states = count_states(dense_parameters(model), parameter_bytes, width)
 
     def part(size: int, params: list[nn.Parameter], fetches: int) -> Part:
@@ -75,7 +78,7 @@ def describe(
         bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, muon_parameters(dense_parameters(model))))),
         experts=experts,
-        whole=part(1, whole_params, fetches - sharded_fetches) if whole_params else None,
+        whole=part(1, whole_params, whole_fetches) if whole_params else None,
     )
 
 

@@ -18,6 +18,7 @@ Note [Fixed buckets]
     forward, their windows follow with the next bucket. So windows have one order on all ranks, too.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.layout import BucketPlan, plan_bucket
-from deepspeed_ext.comm.spans import BufferSpan, Span, merge_neighbors
+from deepspeed_ext.comm.spans import BufferSpan, Span, merge_in_buffers
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.context import Context
@@ -74,12 +75,7 @@ class Bucket:
     @cached_property
     def plan(self) -> BucketPlan:
         """Owners of the elements. Neighbors in a contiguous bucket are one span, which is packed by fewer copies."""
-        spans = self.spans
-        if self.contiguous:
-            by_buffer = {
-                number: [span for buffer, span in spans if buffer == number] for number in sorted(self.buffers)
-            }
-            spans = [(number, span) for number, own in by_buffer.items() for span in merge_neighbors(own)]
+        spans = merge_in_buffers(self.spans) if self.contiguous else self.spans
         return plan_bucket(self.gradients.layouts, tuple(spans))
 
 
@@ -154,15 +150,16 @@ class GradientBuckets:
         most = self._context.reduce_bucket
         if self._context.overlap:  # otherwise smaller buckets hide nothing
             most = full_bucket(most, sum(param.numel() for param in params))
-        open_lists: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
+        filled: dict[tuple[str, torch.dtype], tuple[list[nn.Parameter], float]] = {}
         lists: list[tuple[tuple[str, torch.dtype], list[nn.Parameter]]] = []
         for param in params:
             key = family_of(param), self._context.message_dtype(param)
-            members = open_lists.get(key)
-            if members is None or sum(other.numel() for other in members) + param.numel() > most:
-                members = open_lists[key] = []
+            members, numel = filled.get(key, ([], math.inf))
+            if numel + param.numel() > most:
+                members, numel = [], 0
                 lists.append((key, members))
             members.append(param)
+            filled[key] = members, numel + param.numel()
         # By the member that is complete last in a backward.
         lists.sort(key=lambda item: -buffers.positions[id(item[1][-1])])
         return [self._bucket(buffers, family, dtype, members) for (family, dtype), members in lists]

@@ -337,11 +337,6 @@ class FlatBuffers(list[FlatBuffer]):
         """Yield the parameters of all buffers."""
         return (param for buffer in self for param in buffer.params)
 
-    def param(self, number: int, index: int) -> nn.Parameter:
-        """Return a parameter of a group by DeepSpeed's index."""
-        param: nn.Parameter = self._optimizer.bit16_groups[number][index]
-        return param
-
     def buffer_of(self, param: nn.Parameter) -> FlatBuffer:
         """Return the buffer with a parameter."""
         return next(buffer for buffer in self if buffer.has(param))

@@ -120,10 +120,6 @@ class FlatGradients:
         del tensors  # frees full-size memory before the hops; ``pop`` does so for the packed bucket
         return (yield from self._redistribution.reduce_bucket(packed.pop(), plan, self._bucket_placement))
 
-    def has(self, buffer: int) -> bool:
-        """Whether a flat buffer belongs to this family."""
-        return buffer in self._buffers
-
     def allocate(self, buffer: int) -> None:
         """Allocate the destination of this flat buffer's buckets on the current stream, where its last use is."""
         if self._bucket_placement == Placement.G:

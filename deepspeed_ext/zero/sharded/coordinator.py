@@ -90,7 +90,8 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     def compare_order(self, model: nn.Module) -> None:
         """Compare the order of modules with the other ranks that gather them, in the first steps. Collective."""
-        self._order = FetchOrder(self._gathering_group, model)
+        if FetchOrder.is_possible(self._gathering_group):
+            self._order = FetchOrder(self._gathering_group, model)
 
     def keep_whole(self, whole: Whole, modules: Iterable[nn.Module]) -> None:
         """Leave whole modules out of the record, and wait for whole parameters before they are used."""

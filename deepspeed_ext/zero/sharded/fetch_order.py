@@ -8,16 +8,14 @@ module, and reads the names of the others. This takes a round trip for each modu
 and backwards only, or always with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``; and not with more than 64 ranks.
 """
 
-import secrets
 from datetime import timedelta
 from typing import Any
 
-import torch
 from deepspeed import comm as dist
 from torch import distributed, nn
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, distributed_c10d
 
-from deepspeed_ext.comm.agreement import all_reduce
+from deepspeed_ext.comm.agreement import unique_number
 from deepspeed_ext.comm.disjoint_groups import timeout_of
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.config.keys import MODULES, SECTION
@@ -32,7 +30,7 @@ class FetchOrder:
     The constructor is collective over ``group``.
 
     Args:
-        group: the ranks that gather together; None for all ranks.
+        group: the ranks that gather together, as ``is_possible`` accepts them; None for all ranks.
         model: the model.
     """
 
@@ -42,21 +40,20 @@ class FetchOrder:
         self._timeout: timedelta = timeout_of(group) or distributed_c10d.default_pg_timeout
         self._always = distributed.get_debug_level() == distributed.DebugLevel.DETAIL
         self._forwards, self._count = 0, 0
-        number = int(all_reduce(torch.tensor([secrets.randbits(62)]), dist.ReduceOp.MIN, group).item())
-        self._is_alone = distributed.get_backend(group) == "fake"  # torch's, for tests: there are no other ranks
         store: Any = distributed_c10d._get_default_store()  # torch's stubs lack ``clone``
         # A copy, because a store serves one thread at a time: the thread of a save may wait for a key of another rank,
         # whose own thread waits for this one.
-        self._store = store if self._is_alone else PrefixStore(f"deepspeed_ext/fetches/{number}", store.clone())
+        self._store = PrefixStore(f"deepspeed_ext/fetches/{unique_number(group)}", store.clone())
+
+    @staticmethod
+    def is_possible(group: ProcessGroup | None) -> bool:
+        """Whether the ranks of a group can be compared. With torch's "fake" backend there are no other ranks."""
+        return 1 < len(data_parallel_ranks(group)) <= _MOST_RANKS and distributed.get_backend(group) != "fake"
 
     @property
     def is_compared(self) -> bool:
         """Whether modules are compared now."""
-        return (
-            not self._is_alone
-            and 1 < len(self._ranks) <= _MOST_RANKS
-            and (self._always or self._forwards <= _FORWARDS)
-        )
+        return self._always or self._forwards <= _FORWARDS
 
     def begin_forward(self) -> None:
         """Count a forward."""
@@ -95,9 +92,9 @@ class FetchOrder:
         by_name: dict[str, list[int]] = {}
         for rank, name in names.items():
             by_name.setdefault(name, []).append(rank)
-        found = "; ".join(f"{name} on ranks {ranks}" for name, ranks in by_name.items())
+        modules = "; ".join(f"{name} on ranks {ranks}" for name, ranks in by_name.items())
         return (
-            f"The ranks {self._ranks}, which gather parameters together, gather different modules: {found}. Keep "
+            f"The ranks {self._ranks}, which gather parameters together, gather different modules: {modules}. Keep "
             f"modules that only some ranks run whole, by a pattern in {SECTION}.{MODULES}; or run them on all of "
             f"these ranks, in one order; or put experts, of which each rank runs others, into a leaf module "
             f"({SECTION}.leaf_module)."

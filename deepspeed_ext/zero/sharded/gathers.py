@@ -7,7 +7,7 @@ Three methods that DeepSpeed attaches to each parameter are replaced: ``all_gath
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -253,7 +253,11 @@ class Gathers:
     @outside_autograd
     def start_batches(self, params: Iterable[ZeroParameter]) -> list[GatherHandle]:
         """Start to gather released parameters in their own dtype, in few messages."""
-        return [self._start_gather(batch, batch[0].ds_tensor.dtype) for batch in self.slices.batches(params)]
+        return list(self._gathers_of(params))
+
+    def _gathers_of(self, params: Iterable[ZeroParameter], separately: bool = False) -> Iterator[GatherHandle]:
+        batches = ([param] for param in params) if separately else self.slices.batches(params)
+        return (self._start_gather(batch, batch[0].ds_tensor.dtype) for batch in batches)
 
     def drop(self, params: Sequence[ZeroParameter]) -> None:
         """Release gathered parameters without writing them back."""
@@ -286,11 +290,7 @@ class Gathers:
         missing = sorted(
             (p for p in owned if p.ds_status == ZeroParamStatus.NOT_AVAILABLE), key=lambda param: param.ds_id
         )
-        separately = async_op or self._sequential
-        handles = (
-            self._start_gather(batch, batch[0].ds_tensor.dtype)
-            for batch in ([[p] for p in missing] if separately else self.slices.batches(missing))
-        )
+        handles = self._gathers_of(missing, separately=async_op or self._sequential)
         if async_op:
             return list(handles)
         for handle in handles:

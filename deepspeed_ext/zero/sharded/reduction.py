@@ -216,8 +216,7 @@ class GradientReduction:
         self._flush()
         if self._whole and self._micro_steps.has_begun:
             for param in self._whole:
-                if param.grad is not None:
-                    self._optimizer._apply_autoep_folding_tp_correction(param)
+                self._optimizer._apply_autoep_folding_tp_correction(param)  # does nothing without a gradient
             whole = list(zero_gradients(self._whole))
             self._reductions.wait_for_current()
             for param in whole:

@@ -76,9 +76,9 @@ class WholeParameters:
         self._drop(self._params)
 
     def _drop(self, params: Iterable[ZeroParameter]) -> None:
-        held = [param for param in params if param.ds_status == ZeroParamStatus.AVAILABLE]
-        if held:
-            self._gathers.drop(held)
+        available = [param for param in params if param.ds_status == ZeroParamStatus.AVAILABLE]
+        if available:
+            self._gathers.drop(available)
 
     def keep_in(self, release_all: Callable[[], None]) -> Callable[[], None]:
         """Return DeepSpeed's function that releases the parameters of a model, changed to keep these."""

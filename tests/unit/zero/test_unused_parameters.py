@@ -70,7 +70,7 @@ def test_parity_with_stock(ranks: Any, kind: str, names: tuple[str, ...], steps:
     ("few bits", ("NIG", "NGG", "IIG")),
     ("Muon", ("NIG", "ING")),
     ("reentrant", ("NII", "III")),
-    *deep(*((kind, (*REPLICATED, *PARTITIONED)) for kind in JOBS)),
+    *deep(*((kind, (*REPLICATED, *(p for p in PARTITIONED if kind != "few bits" or p[0] == "I"))) for kind in JOBS)),
 )
 def test_skipped_parameters_are_zeros(ranks: Any, kind: str, names: tuple[str, ...]) -> None:
     """A run is bit-identical to one in which each rank runs all layers, and adds zero times the output."""
