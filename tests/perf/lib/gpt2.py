@@ -18,11 +18,13 @@ from tqdm import tqdm
 
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe
+from deepspeed_ext.zero.module_placements import mark_whole
+from scripts.emulation.traffic import TrafficMeter
 from tests.perf.lib import settings
 from tests.perf.lib.measurements import Measurement
-from tests.perf.lib.peers import Batch, Ours, Workload
+from tests.perf.lib.peers import Batch, Method, Ours, Workload
 from tests.perf.lib.records import Row
-from tests.perf.lib.settings import BF16, BOTH
+from tests.perf.lib.settings import BF16, BOTH, EMBEDDINGS
 from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turns, methods, over_ranks
 
 # Methods draw other random numbers, so with dropout their losses could not be compared.
@@ -73,7 +75,7 @@ class Gpt2Measurement(Measurement):
     methods = (
         *(stock, "ZeRO-2", "ZeRO-3"),
         *(f"HSDP{suffix} (reduces in {BF16})" for suffix in ("", " kept")),
-        *("DDP", "NIG", "IIG", "NIG" + BOTH, "IIG" + BOTH),
+        *("DDP", "NIG", "IIG", "IIG" + EMBEDDINGS, "NIG" + BOTH, "IIG" + BOTH),
     )
     rounds = 2
     compared = "losses"
@@ -140,22 +142,34 @@ class Gpt2Measurement(Measurement):
         method = next(methods([name], self.workload, {}))
         self.made = {name: method}
         state_bytes = self.turns.warm_up(method)
+        within = self._bytes_within(method)
         for row in self.rows[name]:
             self.turns.limit(row.mbit)
             for _ in range(self.args.steps):
                 row.add(*self.turn(method))
             row.setup, row.held = method.setup, state_bytes
+            row.more["bytes_within"] = within
             if isinstance(method, Ours) and row.formula_bytes is None:
                 self.complete(row, None)
-        steps = WARM_UP_STEPS + self.args.steps * len(self.rows[name])
+        steps = WARM_UP_STEPS + 1 + self.args.steps * len(self.rows[name])
         method.close()
         self.made, method = {}, None
         gc.collect()  # engines are in cycles
         return self._means()[:steps]  # a step may have been repeated
 
+    def _bytes_within(self, method: Method) -> int:
+        """Return the bytes that the ranks of a node send to each other in a step, on average."""
+        meter = TrafficMeter()
+        meter.start()
+        self.turns.take(method, 1)
+        dist.barrier()
+        meter.stop()
+        return round(meter.split(self.setting.ranks_per_node).intra_mean * self.setting.ranks_per_node)
+
     def describe(self, method: Ours) -> Model:
         with torch.device("meta"):
             model = make_gpt2(self._shape).to(torch.bfloat16)
+        mark_whole(model, method.modules)
         return describe(model, accumulation=self.setting.accumulation)
 
     def _means(self) -> list[float]:

@@ -163,6 +163,9 @@ class Measurement:
         any_rates = Rates.of_links(sizes, sizes.group_size, 1.0, 1.0)  # bytes do not depend on them
         prediction = predict(method.strategy, sizes, model, rates or any_rates, method.sent)
         row.formula_bytes = prediction.volume.inter * sizes.group_size
+        if "bytes_within" in row.more:
+            row.more["formula_bytes_within"] = round(prediction.volume.intra * sizes.group_size)
+            row.more["formula_held"] = round(prediction.memory.total)
         row.more |= {} if rates is None else {"seconds_predicted": prediction.total_seconds}
 
     def describe(self, method: Method) -> Model:

@@ -409,6 +409,7 @@ class Ours(Engine):
     def __init__(self, workload: Workload, zero: dict[str, Any], name: str = "") -> None:
         self.strategy = parse_strategy(zero["paro_strategy"])
         self.sent = Compression.parse(zero.get("zeropp_loco_param"), zero.get("paro_quantized_updates"))
+        self.modules: Mapping[str, str] = zero.get("paro_modules", {})
         zero = self.keys(workload, zero)
         super().__init__(workload, name or zero["paro_strategy"], zero, self.strategy.p > Placement.N, native=True)
 

@@ -14,6 +14,7 @@ FP32, BF16 = "fp32", "bf16"
 FORMS = {form.label: form for form in compression.COMPRESSIONS}
 _, LOCO, BOTH = FORMS  # suffixes of a strategy's name, as the next two
 NATIVE = " (gloo's collectives)"
+EMBEDDINGS = " + whole embeddings"  # paro_modules
 ORDERED = " + ordered"  # paro_reduce; on gloo, the sums of all strategies are ordered, except with its own collectives
 WIDE = " (reduces in fp32)"  # in bf16, where reductions are in bf16 otherwise
 SHIPPED = "ZeRO-1 as shipped"  # use_multi_rank_bucket_allreduce true

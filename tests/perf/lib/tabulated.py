@@ -24,7 +24,7 @@ def measured(rows: Sequence[Row], stock: str = "ZeRO-3") -> Table:
     Columns that are empty in all lines are left out.
     """
     header = ["setting, Mbit/s", "", "seconds", "min .. max", "floor", f"times {stock}'s speed", "MB between"]
-    header += ["of the formula", "of experts", "MB copied", "MB held"]
+    header += ["of the formula", "MB within", "of the formula", "of experts", "MB copied", "MB held", "of the formula"]
     places = list(dict.fromkeys((row.setting, row.mbit, row.more.get("wire_of_compute")) for row in rows))
     lines = []
     for row in sorted(rows, key=lambda row: -row.median):
@@ -39,8 +39,13 @@ def measured(rows: Sequence[Row], stock: str = "ZeRO-3") -> Table:
         least, most = (seconds_of(of(row.steps)) for of in (min, max))
         line += [seconds_of(row.median), f"{least} .. {most}", seconds_of(row.floor)]
         line += [f"{speed(row, stock_rows[0]).value:.1f}" if stock_rows else "", f"{row.bytes_between / 1e6:.4g}"]
-        line += [f"{row.bytes_between / due:.3f}" if due else "", _megabytes(row.more.get("formula_expert_bytes"))]
-        line += [_megabytes(row.more.get("copied_bytes")), _megabytes(row.memory)]
+        within, due_within, held = (
+            row.more.get(key) for key in ("bytes_within", "formula_bytes_within", "formula_held")
+        )
+        line += [f"{row.bytes_between / due:.3f}" if due else "", _megabytes(within)]
+        line += [f"{within / due_within:.3f}" if within and due_within else ""]
+        line += [_megabytes(row.more.get(key)) for key in ("formula_expert_bytes", "copied_bytes")]
+        line += [_megabytes(row.memory), f"{row.memory / held:.3f}" if held else ""]
         lines.append((places.index(point), line))
     sorted_lines = [line for _, line in sorted(lines, key=lambda pair: pair[0])]
     columns = [at for at in range(len(header)) if any(line[at] for line in sorted_lines)]

@@ -25,7 +25,7 @@ from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.network import Link
 from tests.perf.lib.peers import MUON_RATE, PEERS, Batch, Method, Ours, Workload
-from tests.perf.lib.settings import FORMS, FP32, MUON, NATIVE, ORDERED, WIDE
+from tests.perf.lib.settings import EMBEDDINGS, FORMS, FP32, MUON, NATIVE, ORDERED, WIDE
 
 LONG = 8.0  # seconds of a turn that is not repeated
 STOLEN, TRIES = 0.05, 4  # a turn that lost more of the CPU to the host than this share is repeated, as often as this
@@ -96,7 +96,8 @@ def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -
         if name + WIDE in names:
             wide = {**workload.config, "communication_data_type": FP32}
             yield Ours(replace(workload, config=wide), zero, name + WIDE)
-        for suffix, used in (("", {}), (ORDERED, {"paro_reduce": "ordered"})):
+        whole = {"paro_modules": {"*.w?e": "N"}}  # of GPT-2
+        for suffix, used in (("", {}), (ORDERED, {"paro_reduce": "ordered"}), (EMBEDDINGS, whole)):
             if suffix and name + suffix in names:
                 yield Ours(workload, {**zero, **used}, name + suffix)
             if name + suffix + NATIVE in names:
