@@ -61,8 +61,8 @@ def _check_strategy_name(name: str | None) -> str | None:
     return name if name in (None, FASTEST) else parse_strategy(name, f", or {FASTEST}").name
 
 
-def _are_whole(patterns: Mapping[str, str]) -> bool:
-    return set(patterns.values()) <= {Placement.N.name}
+def _are_placements(patterns: Mapping[str, str]) -> bool:
+    return set(patterns.values()) <= {Placement.N.name, Placement.I.name}
 
 
 def _parse_settings(kind: type[Settings]) -> BeforeValidator:
@@ -95,11 +95,15 @@ class ParoConfig(BaseModel):
     every backend. "ordered_everywhere": also within groups. "backend": as the backend sums."""
     paro_modules: Annotated[
         dict[str, str] | str | None,
-        Predicate(lambda given: given in (None, FILL) if not isinstance(given, dict) else _are_whole(given)),
-        key_field(f'a dictionary of patterns of module names with the value "N", as {{"visual.*": "N"}}, or "{FILL}"'),
+        Predicate(lambda given: given in (None, FILL) if not isinstance(given, dict) else _are_placements(given)),
+        key_field(
+            f'a dictionary of patterns of module names with the value "N" or, with p = G, "I", as '
+            f'{{"visual.*": "N"}}, or "{FILL}"'
+        ),
     ] = None
-    """With p = I or G: modules whose parameters [stay whole on every rank](../zero/modules.md). "fill": as many as
-    `paro_memory_gb` allows."""
+    """With p = I or G: modules whose parameters [stay whole on every rank](../zero/modules.md) ("N"). With p = G also:
+    modules whose parameters are [sharded within groups](../zero/modules.md#i-next-to-p--g) ("I"). "fill": as many
+    whole modules as `paro_memory_gb` allows."""
     paro_quantized_updates: Annotated[
         UpdateSettings | None, _parse_settings(UpdateSettings), key_field(expected_dictionary(UpdateSettings))
     ] = None
@@ -272,6 +276,13 @@ class ParoConfig(BaseModel):
                 f"{SECTION}.{MODULES} keeps parameters whole that a strategy shards, but {STRATEGY} {strategy} shards "
                 f"none. Use a strategy with p = I or G, or remove {MODULES}."
             )
+        finer = [name for name, letter in self._placements.items() if Placement[letter] >= strategy.p]
+        if finer:
+            raise ValueError(
+                f'{SECTION}.{MODULES} takes only placements that are coarser than p, which is "N" with {STRATEGY} '
+                f"{strategy} (p = {strategy.p.name}), got {finer[0]!r}: {self._placements[finer[0]]!r}. Use a "
+                f"strategy with p = G, or remove this pattern."
+            )
         fills, of_fill = self.paro_modules == FILL, f' and {MODULES} "{FILL}"'
         if fills and self.paro_memory_gb is None:
             raise ValueError(
@@ -290,6 +301,10 @@ class ParoConfig(BaseModel):
                 f"g = {strategy.g.name}, which is stage {strategy.stage}, got stage {stage!r}. "
                 f"Set {SECTION}.stage to {strategy.stage}."
             )
+
+    @property
+    def _placements(self) -> dict[str, str]:
+        return self.paro_modules if isinstance(self.paro_modules, dict) else {}
 
     def _check_outer(self, section: Mapping[str, Any]) -> None:
         """Refuse an outer optimizer with states that are not the group's own, or with quantized inner steps."""

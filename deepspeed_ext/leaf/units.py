@@ -169,13 +169,16 @@ def make_units(leaves: Iterable[nn.Module], owner: UnitOwner) -> list[Unit]:
     for leaf in leaves:
         kinds: dict[Hashable, list[ZeroParameter]] = {}
         separate: list[ZeroParameter] = []
+        others = [entry for entry in leaf.__dict__.get(_ENTRIES, ()) if isinstance(entry, Unit)]  # of other owners
+        in_others = {id(param) for unit in others for param in unit.params}
         for param in cast(Iterable[ZeroParameter], leaf.parameters()):
-            kind = None if hasattr(param, UNIT) else owner.unit_kind(param)
-            (separate if kind is None else kinds.setdefault(kind, [])).append(param)
+            if id(param) not in in_others:
+                kind = None if hasattr(param, UNIT) else owner.unit_kind(param)
+                (separate if kind is None else kinds.setdefault(kind, [])).append(param)
         new_units = [Unit(params, owner) for params in kinds.values() if len(params) > 1]
         separate += [params[0] for params in kinds.values() if len(params) == 1]
         units += new_units
-        leaf.__dict__[_ENTRIES] = (*new_units, *separate)
+        leaf.__dict__[_ENTRIES] = (*others, *new_units, *separate)
     return units
 
 

@@ -171,7 +171,8 @@ def _moves(
     sharded, moves = strategy.p != Placement.N, []
     volumes = [Volume() for _ in families]
     phases_by_family = zip(
-        *(strategy.phases(ranks, family.states, family.is_whole) for ranks, family in families), strict=True
+        *(family.under(strategy).phases(ranks, family.states, family.is_whole) for ranks, family in families),
+        strict=True,
     )
     for phases, by_layer in zip(phases_by_family, (sharded, False, False, False, sharded), strict=True):
         within = between = 0.0

@@ -25,7 +25,7 @@ from deepspeed_ext.planner.memory import HostParameters, Model
 from deepspeed_ext.planner.models import describe
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import ModelStates
-from deepspeed_ext.zero.module_placements import whole_parameters
+from deepspeed_ext.zero.module_placements import placed_parameters
 
 
 def describe_engine(engine: Engine, model: nn.Module) -> Model:
@@ -42,7 +42,6 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
     elements = sum(map(numel_of, model.parameters()))
     # ZeRO-3 then keeps all parameters from forward to backward.
     keeps_gathered = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
-    whole = description.whole
     return replace(
         description,
         held=states_on_device(engine, dense_parameters(model)),
@@ -50,7 +49,10 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
             replace(family, held=states_on_device(engine, params))
             for family, params in zip(description.experts, experts_by_size(model).values(), strict=True)
         ),
-        whole=None if whole is None else replace(whole, held=states_on_device(engine, whole_parameters(model))),
+        placed={
+            placement: replace(part, held=states_on_device(engine, placed_parameters(model, placement)))
+            for placement, part in description.placed.items()
+        },
         regathered=not keeps_gathered,
         streams=not get_accelerator().is_synchronized_device(),
         overlap=configured_value(config._param_dict, "overlap_comm"),
@@ -77,7 +79,7 @@ def _host_parameters(config: Config) -> HostParameters | None:
 
 def max_over_ranks(model: Model) -> Model:
     """Return the maximum over all ranks, which may hold different models with tensor parallelism."""
-    parts = [*model.experts, *([] if model.whole is None else [model.whole])]
+    parts = [*model.experts, *model.placed.values()]
     pairs = [(model.states, model.held), *((part.states, part.held) for part in parts)]
     all_states = [states for pair in pairs for states in pair if states is not None]
     plain = model.without_units or (model.fetches, model.largest_layer)
@@ -105,7 +107,7 @@ def max_over_ranks(model: Model) -> Model:
         regathered=bool(regathered),
         matrices=matrices,
         experts=tuple(parts[: len(model.experts)]),
-        whole=None if model.whole is None else parts[-1],
+        placed=dict(zip(model.placed, parts[len(model.experts) :], strict=True)),
     )
 
 

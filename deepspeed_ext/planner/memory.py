@@ -17,8 +17,8 @@ Note [Cost of parameters in host memory]
 """
 
 import operator
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 
 from deepspeed_ext.planner.closed_form import LAYERS, Overlap
 from deepspeed_ext.planner.compression import Compression
@@ -107,7 +107,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters with costs of their own: whole modules, or the experts of one expert-parallel size.
+    """Parameters with costs of their own: modules with another p, or the experts of one expert-parallel size.
 
     Attributes:
         size: number of neighboring ranks that together have all of them: 1, or the expert-parallel size.
@@ -144,8 +144,8 @@ class Model:
         matrices: bytes of the dense matrices that Muon needs unsharded, as communicated.
         orthogonalizing: seconds in which one rank would orthogonalize all of its matrices, experts' included.
         experts: experts of expert parallelism, each size a family with fewer data-parallel ranks.
-        whole: dense parameters that stay whole on every rank with p = I and G (``paro_modules``); None for none.
-        is_whole: whether all parameters do.
+        placed: dense parameters with a coarser p than the strategy's, by this p (``paro_modules``).
+        placement: p of all parameters, if it is not the strategy's.
         host: settings of sharded parameters in host memory; None if they are on the device.
         ordered: hops with ordered sums of gradients (``paro_reduce``), of "intra" and "inter".
     """
@@ -166,8 +166,8 @@ class Model:
     matrices: float = 0.0
     orthogonalizing: float = 0.0
     experts: tuple[Part, ...] = ()
-    whole: Part | None = None
-    is_whole: bool = False
+    placed: Mapping[Placement, Part] = field(default_factory=dict)
+    placement: Placement | None = None
     host: HostParameters | None = None
     ordered: tuple[str, ...] = ()
 
@@ -218,20 +218,29 @@ class Model:
     def families(self, sizes: GroupSizes, p: Placement = Placement.N) -> list[tuple[GroupSizes, "Model"]]:
         """Return each family of parameters as a model, with its group sizes.
 
-        The first are dense parameters, then experts, and, if ``p`` shards parameters, those that stay whole.
+        The first are dense parameters, then experts, and those with a coarser placement than ``p``.
         """
-        alone = [(sizes.of_experts(part.size), self._only(part)) for part in self.experts]
-        if self.whole is None or p == Placement.N:
-            return [(sizes, self), *alone]
-        held = None if self.held is None or self.whole.held is None else self.held - self.whole.held
-        rest = replace(
-            self,
-            states=self.states - self.whole.states,
-            held=held,
-            fetches=max(1, self.fetches - self.whole.fetches),
-            matrices=self.matrices - self.whole.matrices,
-        )
-        return [(sizes, rest), *alone, (sizes, replace(self._only(self.whole), is_whole=True))]
+        rest, families = self, [(sizes.of_experts(part.size), self._only(part)) for part in self.experts]
+        for placement, part in self.placed.items():
+            if placement < p:
+                rest = replace(
+                    rest,
+                    states=rest.states - part.states,
+                    held=None if rest.held is None or part.held is None else rest.held - part.held,
+                    fetches=max(1, rest.fetches - part.fetches),
+                    matrices=rest.matrices - part.matrices,
+                )
+                families.append((sizes, replace(self._only(part), placement=placement)))
+        return [(sizes, rest), *families]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parameters stay whole on every rank."""
+        return self.placement == Placement.N
+
+    def under(self, strategy: Strategy) -> Strategy:
+        """Return a strategy with the placement of this family, for phases and memory; whole ones also have shards."""
+        return replace(strategy, p=Placement.I) if self.placement == Placement.I else strategy
 
     def _only(self, part: Part) -> "Model":
         """Return a part as a model."""
@@ -244,12 +253,12 @@ class Model:
             without_units=None,
             matrices=part.matrices,
             experts=(),
-            whole=None,
+            placed={},
         )
 
     def as_plain(self, strategy: Strategy, bucket: int) -> "Model":
         """Return the model under the plain stage that equals a strategy: without units or ordered sums."""
-        plain = replace(self, bucket=bucket, without_units=None, ordered=(), whole=None)
+        plain = replace(self, bucket=bucket, without_units=None, ordered=(), placed={})
         if strategy.p == Placement.N or self.without_units is None:
             return plain
         fetches, largest_layer = self.without_units
@@ -305,7 +314,7 @@ def count_copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]
         host = family.host if family.host is None or not number else replace(family.host, cache=0.0)
         copies = Copies.for_strategy(
             host,
-            strategy,
+            family.under(strategy),
             ranks,
             family.states,
             few_bits=compression.updates is not None,
@@ -323,8 +332,8 @@ def held_bytes(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]])
         states = family.held or family.states  # unsharded parameters are not offloaded
         return replace(states, parameters=family.states.parameters) if strategy.p == Placement.N else states
 
-    on_device = _total([strategy.memory(ranks, held(family)) for ranks, family in families])
-    total = _total([strategy.memory(ranks, family.states) for ranks, family in families])
+    on_device = _total([family.under(strategy).memory(ranks, held(family)) for ranks, family in families])
+    total = _total([family.under(strategy).memory(ranks, family.states) for ranks, family in families])
     in_host = (total.parameters - on_device.parameters) + (total.optimizer - on_device.optimizer)
     whole = sum(family.states.parameters for _, family in families if family.is_whole)  # in addition to shards
     return replace(on_device, parameters=on_device.parameters + whole), in_host

@@ -18,9 +18,9 @@ from deepspeed_ext.model_bytes import (
     parameter_nbytes,
 )
 from deepspeed_ext.planner.memory import BUCKET, Model, Part
-from deepspeed_ext.strategy import full_bucket
+from deepspeed_ext.strategy import Placement, full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
-from deepspeed_ext.zero.module_placements import whole_parameters
+from deepspeed_ext.zero.module_placements import placed_parameters
 
 MAX_LIVE = 10**9  # elements; DeepSpeed's default stage3_max_live_parameters
 MAX_TOKENS = 2048  # maximum tokens of a sample: most models have longer contexts than they are trained on
@@ -52,12 +52,7 @@ def describe(
         raise ValueError(f"expected a model with parameters, got a {type(model).__name__} without.")
     width = gradient_bytes or parameter_bytes or first.element_size()
     units = units or default_settings(model, MAX_LIVE)
-    whole_params = whole_parameters(model)
     fetches, largest_layer = _count_fetches(model, units, parameter_bytes)
-    whole_fetches = 0
-    if whole_params:
-        sharded_fetches, largest_layer = _count_fetches(model, units, parameter_bytes, whole_params)
-        whole_fetches = fetches - sharded_fetches
     states = count_states(dense_parameters(model), parameter_bytes, width)
 
     def part(size: int, params: list[nn.Parameter], fetches: int) -> Part:
@@ -67,6 +62,12 @@ def describe(
     experts = tuple(
         part(size, params, len(list(_layers_with(model, params)))) for size, params in experts_by_size(model).items()
     )
+    placed = {}
+    for placement in (Placement.N, Placement.I):
+        if params := placed_parameters(model, placement):
+            other_fetches, largest_other = _count_fetches(model, units, parameter_bytes, params)
+            placed[placement] = part(1, params, fetches - other_fetches)
+            largest_layer = largest_other if placement == Placement.N else largest_layer  # others are gathered
     elements = round((states.gradients + sum(family.states.gradients for family in experts)) / width)
     return Model(
         states,
@@ -78,7 +79,7 @@ def describe(
         bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, muon_parameters(dense_parameters(model))))),
         experts=experts,
-        whole=part(1, whole_params, whole_fetches) if whole_params else None,
+        placed=placed,
     )
 
 

@@ -16,11 +16,13 @@ from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.leaf.modules import numel_of
-from deepspeed_ext.model_bytes import whole_bytes
+from deepspeed_ext.model_bytes import states_on_device, whole_bytes
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, hyphenate
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.families import DENSE, Topologies, experts_of, states_of_families
-from deepspeed_ext.zero.module_placements import shorten, whole_parameters
+from deepspeed_ext.zero.module_placements import placed_parameters, shorten
+
+_PLACED = {Placement.N: "whole on each rank", Placement.I: "sharded within each group"}
 
 
 def log_strategy(
@@ -53,7 +55,7 @@ def log_strategy(
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
         f"over {n} data-parallel ranks in {k} group(s) of {m}{_equivalent_stage(strategy, topology.sizes, compressed)}"
         f"{''.join(_experts_text(name, topologies[name].sizes) for name in experts_of(topologies))}{hint}"
-        f"{_outer_text(outer)}{'' if strategy.p == Placement.N else _whole_text(engine)}"
+        f"{_outer_text(outer)}{'' if strategy.p == Placement.N else _modules_text(engine, topology.sizes)}"
         f"{defaults}",
         ranks=[0],
         level=logging.INFO if chosen else logging.WARNING,
@@ -88,17 +90,19 @@ def _outer_text(settings: OuterSettings | None) -> str:
     return f"; groups train independently, with an outer step every {settings.steps} steps ({values})"
 
 
-def _whole_text(engine: Engine) -> str:
-    """Describe the parameters that stay whole."""
-    params = whole_parameters(engine.module)
-    if not params:
-        return ""
-    patterns = engine._config.zero_config.paro_modules
-    named = f'"{patterns}"' if isinstance(patterns, str) else shorten(list(patterns or ()))
-    return (
-        f"; whole on each rank ({MODULES} {named}): {sum(map(numel_of, params)):,} parameters, "
-        f"{whole_bytes(engine, params) / 1e9:.3g} GB"
-    )
+def _modules_text(engine: Engine, sizes: GroupSizes) -> str:
+    """Describe the parameters with a placement of their own."""
+    patterns, text = engine._config.zero_config.paro_modules or {}, ""
+    for placement, placed in _PLACED.items():
+        if params := placed_parameters(engine.module, placement):
+            named = f'"{patterns}"'
+            if not isinstance(patterns, str):
+                named = shorten([pattern for pattern, letter in patterns.items() if letter == placement.name])
+            text += (
+                f"; {placed} ({MODULES} {named}): {sum(map(numel_of, params)):,} parameters, "
+                f"{whole_bytes(engine, params) / sizes.shards(placement) / 1e9:.3g} GB"
+            )
+    return text
 
 
 def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine) -> None:
@@ -107,11 +111,14 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     if get_accelerator().device_name() == "cpu":
         available /= ranks_per_node() or 1
     topology = topologies[DENSE]
-    parts, whole = states_of_families(topologies, engine), whole_bytes(engine, whole_parameters(engine.module))
+    parts, model, sizes = states_of_families(topologies, engine), engine.module, topology.sizes
+    whole = whole_bytes(engine, placed_parameters(model, Placement.N))
+    grouped = states_on_device(engine, placed_parameters(model, Placement.I)).parameters
 
     def total(row: Strategy) -> float:
         states_of_rank = sum(row.memory(sizes, states).total for sizes, states in parts)
-        return states_of_rank + (whole if row.p != Placement.N else 0.0)
+        coarser = grouped / sizes.group_size - grouped / sizes.ranks if row.p == Placement.G else 0.0
+        return states_of_rank + coarser + (whole if row.p != Placement.N else 0.0)
 
     needed = total(strategy)
     if needed <= available:
@@ -123,6 +130,6 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     warn_on_rank_0(
         f"{SECTION}.{STRATEGY} {strategy} needs {needed / 1e9:.3g} GB of model states on each "
         f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB, and "
-        f"optimizer states {os:.3g} GB, over {topology.sizes.ranks} ranks in groups of "
-        f"{topology.sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}."
+        f"optimizer states {os:.3g} GB, over {sizes.ranks} ranks in groups of "
+        f"{sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}."
     )

@@ -15,7 +15,7 @@ from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import ZeroConfig
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import DENSE, Families
+from deepspeed_ext.zero.families import DENSE, Families, Family
 from deepspeed_ext.zero.streams import ReductionStream
 
 
@@ -45,6 +45,9 @@ class Context:
     pinned: bool  # whether that host memory is pinned
     sequence_parallel_size: int  # number of ranks that count as one data-parallel rank in the mean
     overlap_updates: bool  # whether a step may end before updated parameters are received (``paro_overlap_updates``)
+    grouped: Family | None = (
+        None  # dense parameters with p = I next to p = G; see Note [Modules sharded inside groups]
+    )
     readers: list[StateReader] = field(default_factory=list)  # notified of changes; the only mutable part
 
     @classmethod

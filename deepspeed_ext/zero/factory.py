@@ -5,7 +5,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import deepspeed.runtime.engine
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology, get_topology
+from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.config.keys import SECTION, STRATEGY, configured_value
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
@@ -28,9 +29,17 @@ from deepspeed_ext.overrides import bypassed_methods, replace_attributes
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.announcement import log_strategy, warn_if_too_large
 from deepspeed_ext.zero.context import Context
-from deepspeed_ext.zero.families import DENSE, Families, Topologies, allow_sharded_experts, families_of, topologies_of
+from deepspeed_ext.zero.families import (
+    DENSE,
+    GROUPED,
+    Families,
+    Topologies,
+    allow_sharded_experts,
+    families_of,
+    topologies_of,
+)
 from deepspeed_ext.zero.filling import modules_that_fit
-from deepspeed_ext.zero.module_placements import mark_whole
+from deepspeed_ext.zero.module_placements import mark_placements
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 from deepspeed_ext.zero.sharded.coordinator import use_coordinator
@@ -108,7 +117,7 @@ def build_optimizer(
         patterns = engine._config.zero_config.paro_modules or {}
         if isinstance(patterns, str):  # "fill"
             patterns = modules_that_fit(engine, strategy, topologies)
-        mark_whole(engine.module, patterns)
+        mark_placements(engine.module, patterns)
     log_strategy(strategy, topologies, engine, changed_defaults=changed_defaults, outer=outer)
     if strategy.p != Placement.N:
         choose_by_budget(engine._config.zero_config, engine.module)
@@ -238,6 +247,19 @@ def _context(call: _Call, config: ZeroConfig, strategy: Strategy, families: Fami
     )
 
 
+def _with_grouped(context: Context, config: ZeroConfig) -> Context:
+    """Add the parameters that ``paro_modules`` shards inside groups, if any. Collective over all ranks."""
+    patterns = config.paro_modules
+    if not isinstance(patterns, dict) or Placement.I.name not in patterns.values():  # the same on all ranks
+        return context
+    dense = context.families[DENSE]
+    between = dense.topology
+    if not is_pairwise(between.world):  # or each gather G -> N would wait for the updated rows of all these modules
+        between = get_topology(between.world, between.sizes.group_size, separate=True)
+    gather = ParameterRedistribution(dense.gather.intra, GatherHop(between.inter, "inter"))
+    return replace(context, grouped=replace(dense, name=GROUPED, gather=gather))
+
+
 def _make_stage12(
     call: _Call, strategy: Strategy, topologies: Topologies, hops: EngineHops, config: ZeroConfig
 ) -> Stage12Optimizer:
@@ -251,7 +273,7 @@ def _make_stage3(
 ) -> Stage3Optimizer:
     reductions = _topologies_of_reductions(strategy, topologies, config)
     families = families_of(topologies, reductions, hops.gather, hops.reduce, hops.reduce_intra, config.reduce_scatter)
-    context = _context(call, config, strategy, families)
+    context = _with_grouped(_context(call, config, strategy, families), config)
     return Stage3Optimizer(*call.args, **call.kwargs, context=context, gathering=GatherSettings.from_config(config))
 
 
@@ -262,6 +284,7 @@ def _make_inference(
     with use_coordinator(topologies[DENSE].shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(*call.args, **call.kwargs)
     context = _context(call, config, strategy, families_of(topologies, topologies, hops.gather))
+    context = _with_grouped(context, config)
     parameters = ShardedParameters(
         context, module=call.args[0], offload=offload, settings=GatherSettings.from_config(config)
     )

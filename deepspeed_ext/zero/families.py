@@ -64,6 +64,7 @@ from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.strategy import GroupSizes, ModelStates
 
 DENSE = "dense"
+GROUPED = "grouped"  # the dense parameters with p = I next to p = G
 EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
 Topologies = Mapping[str, Topology]  # topologies of all families by name, the dense one first
 
@@ -73,7 +74,7 @@ class Family:
     """Parameters with the same data-parallel ranks, and their communication. See Note [Families].
 
     Attributes:
-        name: ``dense``, or the name of DeepSpeed's group of experts, such as ``ep_size_2``.
+        name: ``dense``, ``grouped``, or the name of DeepSpeed's group of experts, such as ``ep_size_2``.
         topology: the process groups of its ranks.
         gather: redistribution of its parameters.
         reduce: redistribution of its gradients, possibly over other process groups of the same ranks.

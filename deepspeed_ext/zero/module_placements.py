@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Modules whose parameters stay whole on every rank (``paro_modules``)."""
+"""Modules whose parameters have a placement of their own (``paro_modules``): N, or next to p = G also I."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -10,8 +10,9 @@ from deepspeed.moe.utils import is_moe_param
 from torch import nn
 
 from deepspeed_ext.config.keys import MODULES, SECTION
+from deepspeed_ext.strategy import Placement
 
-_WHOLE = "paro_whole"  # attribute of whole parameters
+_PLACEMENT = "paro_placement"  # attribute of these parameters
 _SHOWN = 20  # names of modules in a message
 
 
@@ -25,17 +26,17 @@ class Whole(Protocol):
     def release(self) -> None: ...
 
 
-def mark_whole(model: nn.Module, patterns: Mapping[str, str]) -> None:
-    """Mark the parameters of modules whose names match a pattern, and unmark all others.
+def mark_placements(model: nn.Module, patterns: Mapping[str, str]) -> None:
+    """Mark the parameters of modules whose names match a pattern with its placement, and unmark all others.
 
-    ``visual.*`` matches the module ``visual`` and everything in it.
+    ``visual.*`` matches the module ``visual`` and everything in it. The last pattern that matches a parameter counts.
 
     Raises:
         ValueError: a pattern matches no parameters, or experts of expert parallelism.
     """
     for param in model.parameters():
-        param.__dict__.pop(_WHOLE, None)
-    for pattern in patterns:
+        param.__dict__.pop(_PLACEMENT, None)
+    for pattern, placement in patterns.items():
         params = [p for name, module in model.named_modules() if _matches(name, pattern) for p in module.parameters()]
         if not params:
             raise ValueError(
@@ -47,7 +48,7 @@ def mark_whole(model: nn.Module, patterns: Mapping[str, str]) -> None:
                 f"Use a pattern without experts."
             )
         for param in params:
-            setattr(param, _WHOLE, True)
+            setattr(param, _PLACEMENT, Placement[placement])
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -65,14 +66,20 @@ def shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
+def placement_of(param: Any) -> Placement | None:
+    """Return the placement that a pattern gives a parameter; None for the strategy's."""
+    placement: Placement | None = getattr(param, _PLACEMENT, None)
+    return placement
+
+
 def is_whole(param: Any) -> bool:
     """Whether a parameter stays whole on every rank."""
-    return bool(getattr(param, _WHOLE, False))
+    return placement_of(param) == Placement.N
 
 
-def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that stay whole on every rank."""
-    return [param for param in model.parameters() if is_whole(param)]
+def placed_parameters(model: nn.Module, placement: Placement) -> list[nn.Parameter]:
+    """Return the parameters to which patterns give a placement."""
+    return [param for param in model.parameters() if placement_of(param) == placement]
 
 
 def whole_modules(model: nn.Module) -> Iterator[nn.Module]:

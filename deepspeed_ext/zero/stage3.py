@@ -19,6 +19,7 @@ Note [Order of work, parameters sharded]
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host_synchronization
 from deepspeed_ext.zero.sharded.coordinator import drop_references, use_coordinator
 from deepspeed_ext.zero.sharded.parameter_chunks import owned_span, with_padding, without_padding
-from deepspeed_ext.zero.sharded.parameters import GatherSettings, ShardedParameters
+from deepspeed_ext.zero.sharded.parameters import GatherSettings, ShardedParameters, slices_name
 from deepspeed_ext.zero.sharded.partitions import FlatPartitions, OffloadedStates
 from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from deepspeed_ext.zero.sharded.stage3_view import Stage3View
@@ -104,12 +105,15 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
-        """Create sub-groups; with slices, each is sent in one all-gather after the step, of at most a bucket."""
-        configured = self.sub_group_size
+        """Create sub-groups of neighbors with one kind of shards, so that their order does not depend on the kinds.
+
+        With slices, each is sent in one all-gather after the step, of at most a bucket.
+        """
+        configured, create = self.sub_group_size, super()._create_fp16_sub_groups
         if self.parameters.has_slices:
             self.sub_group_size = min(configured, max(1, self.context.gather_bucket // self.context.ranks))
         try:
-            return super()._create_fp16_sub_groups(params_group)
+            return [group for _, run in groupby(params_group, slices_name) for group in create(list(run))]
         finally:
             self.sub_group_size = configured
 

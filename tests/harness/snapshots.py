@@ -126,9 +126,9 @@ def _all_experts(parameter: nn.Parameter, mine: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) -> tuple[dict[str, Any], ...]:
-    """Save after the first steps and train to the last; then load, and continue from there. Return the saved states,
-    differences after the load, and differences at the end."""
+def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int, later: Any = None) -> tuple[Any, ...]:
+    """Save after the first steps and train to the last; then load, and continue from there with ``later`` keys. Return
+    the saved states, differences after the load, and differences at the end."""
     engine, model = training.make_engine(job, keys)
     mark(engine, model)
     run(engine, job, steps_of(job, first), first=0)
@@ -138,7 +138,7 @@ def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) ->
     full = snapshot(engine, model, job)
     engine.destroy()
     dist.barrier()
-    engine, model = training.make_engine(job, keys)
+    engine, model = training.make_engine(job, {**keys, **(later or {})})
     run(engine, job, steps_of(job, 2, skip=last + 2))  # something to be overwritten
     path, client_state = engine.load_checkpoint(place)
     assert path and client_state["epoch"] == 5

@@ -73,6 +73,7 @@ _HOST = {"offload_param": {"device": "cpu", "pin_memory": True}}
 _PAGEABLE = {"offload_param": {"device": "cpu", "pin_memory": False}}
 _CACHED = {"paro_parameter_cache_bytes": 2000}
 _WHOLE = {"paro_modules": {"layers.[01]": "N"}}
+_GROUPED = {"paro_modules": {"layers.[01]": "I"}}
 _SLICED = ("ING", "IIG", "IGG")
 _BF16 = replace(_JOB, dtype="bf16")
 _ADAM = replace(_JOB, optimizer="Adam")
@@ -142,6 +143,7 @@ OPTIONS = {
     "pipeline, fp16": Options(("NIG", "IIG"), {**_OVERLAP, **_AHEAD}, pipe=replace(_PIPE, dtype="fp16")),
     "pipeline, LoCo": Options(("NGG", "IIG", "GGG"), {**_OVERLAP, **_LOCO}, pipe=_PIPE),
     "pipeline, offload": Options(BOTH_STAGES, {**_OVERLAP, **_OFFLOAD}, pipe=replace(_PIPE, optimizer="Adam")),
+    "modules in groups": Options(("GIG", "GGG", "GNG"), {**_OVERLAP, **_GROUPED}, replace(_BF16, network=None)),
 }
 
 

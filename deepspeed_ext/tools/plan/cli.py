@@ -109,6 +109,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", "FILE", "write the plans; - for the terminal, instead of the table", new_file)
 
 
+def _placed_pattern(text: str) -> tuple[str, str]:
+    """Return a pattern of names of modules, and their placement."""
+    pattern, _, placement = text.partition("=")
+    if placement not in ("", Placement.N.name, Placement.I.name):
+        raise argparse.ArgumentTypeError(f"expected PATTERN, PATTERN=N or PATTERN=I, got {text!r}")
+    return pattern, placement or Placement.N.name
+
+
 def _add_model(add: _Adder) -> None:
     non_negative = number(count, zero=True)
     add("--trainable", "N", "trained parameters, with --params (default: all)", non_negative)
@@ -118,8 +126,8 @@ def _add_model(add: _Adder) -> None:
     add("--dtype", None, "dtype of parameters and gradients (default: bf16)", str, choices=BYTES)
     sent = "communication_data_type: dtype in which gradients are sent (default: that of --dtype)"
     add("--gradient-dtype", None, sent, str, choices=BYTES)
-    whole = "paro_modules: patterns of modules that stay whole on every rank with p = I and G, with --model"
-    add("--modules", "PATTERN", whole, str, nargs="+")
+    placed = "paro_modules, with --model: modules that stay whole with p = I and G; =I: sharded in groups with p = G"
+    add("--modules", "PATTERN[=I]", placed, _placed_pattern, nargs="+")
     ordered = [name for name, levels in ORDERED_LEVELS.items() if levels]
     add("--reduce", None, "paro_reduce: sum gradients in rank order, with its memory", str, choices=ordered)
     add("--accumulation", "S", "micro-steps of a step (default: 1)", _WHOLE)
@@ -344,11 +352,11 @@ def _model(arguments: argparse.Namespace) -> Model:
     if arguments.model is not None:
         module = import_callable(arguments.model)()
         from deepspeed_ext.planner.models import describe, mark_matrices
-        from deepspeed_ext.zero.module_placements import mark_whole
+        from deepspeed_ext.zero.module_placements import mark_placements
 
         if muon:
             mark_matrices(module)
-        mark_whole(module, dict.fromkeys(arguments.modules or (), Placement.N.name))
+        mark_placements(module, dict(arguments.modules or ()))
         model = describe(module, parameter_bytes=width, gradient_bytes=gradient_width)
     else:
         model = Model.of_size(
@@ -393,7 +401,7 @@ def _with_states_on_device(model: Model, arguments: argparse.Namespace) -> Model
         model,
         held=on_device(model.states),
         experts=tuple(replace(family, held=on_device(family.states)) for family in model.experts),
-        whole=None if model.whole is None else replace(model.whole, held=on_device(model.whole.states)),
+        placed={p: replace(part, held=on_device(part.states)) for p, part in model.placed.items()},
         host=HostParameters(cache=cache) if arguments.offload_param else None,
     )
 

@@ -96,20 +96,17 @@ class ResidentHandle:
 
 
 class Gathers:
-    """Gathers the parameters of one family for use.
+    """Gathers the parameters of one family, or of ``grouped`` ones, for use.
 
     Args:
         sequential: whether to gather each parameter on its own (DeepSpeed's ``allgather_sequential``).
-        leaves: leaf modules, whose parameters are combined into units; see ``units.py``.
         resync: notified when parameters are written outside of a step; None without an optimizer.
 
     Attributes:
         whole: the parameters that stay gathered; dense ones only.
     """
 
-    def __init__(
-        self, slices: Slices, *, sequential: bool, leaves: Iterable[nn.Module], resync: Resync | None
-    ) -> None:
+    def __init__(self, slices: Slices, *, sequential: bool, resync: Resync | None) -> None:
         self.slices = slices
         self._redistribution, self._topology = slices.redistribution, slices.topology
         self._sequential, self._resync = sequential, resync
@@ -127,8 +124,8 @@ class Gathers:
                 getattr(param, OWNER).release()
         slices.shard_parameters()
         self._attach_methods()
-        self._leaves = list(leaves)
-        self._units = [] if sequential else make_units(self._leaves, self)
+        self._leaves: list[nn.Module] = []
+        self._units: list[Unit] = []
 
     # Making ###########################################################################################
 
@@ -145,6 +142,11 @@ class Gathers:
             param.all_gather = functools.partial(self._all_gather, param)
             param.all_gather_coalesced = self.all_gather_coalesced
             param.partition = functools.partial(self._partition, param, partition)
+
+    def make_units(self, leaves: Iterable[nn.Module]) -> None:
+        """Combine the parameters of leaf modules into units; see ``units.py``."""
+        self._leaves = list(leaves)
+        self._units = [] if self._sequential else make_units(self._leaves, self)
 
     def fetch_windows(self, windowed: Sequence[WindowedModule]) -> None:
         """Fetch the packed experts of modules in windows."""
@@ -225,20 +227,25 @@ class Gathers:
         for param in ordered:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"expected a released parameter, got one that is gathered: {param.ds_summary()}")
-        handles: list[Any] = []
-        foreign = [param for param in ordered if _owner(param) is not self]
-        if foreign:  # of another family
-            ordered = [param for param in ordered if _owner(param) is self]
-            handles.append(_owner(foreign[0]).all_gather_coalesced(foreign, safe_mode, quantize))
+        # Also one order of families: ``self`` is the first in the caller's set, which has another order on each rank.
+        members_of: dict[Gathers, list[Any]] = {}
+        for param in ordered:
+            members_of.setdefault(_owner(param), []).append(param)
+        return MultipleAllGatherHandles(
+            [handle for owner, members in members_of.items() for handle in owner._start_gathers(members)]
+        )
+
+    def _start_gathers(self, ordered: Sequence[Any]) -> list[Any]:
+        """Start to gather units and parameters of this family."""
         units = [param for param in ordered if isinstance(param, Unit)]
-        handles += [self._start_unit(unit) for unit in units]
+        handles: list[Any] = [self._start_unit(unit) for unit in units]
         by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
         for param in ordered if not units else [param for param in ordered if not isinstance(param, Unit)]:
             by_dtype.setdefault(wire_dtype(param), []).append(param)
         for dtype in sort_dtypes(by_dtype):
             batches = [[param] for param in by_dtype[dtype]] if self._sequential else [by_dtype[dtype]]
             handles += [self._start_gather(batch, dtype) for batch in batches]
-        return MultipleAllGatherHandles(handles)
+        return handles
 
     def _start_unit(self, unit: Unit) -> UnitGather:
         missing = unit.missing()

@@ -5,9 +5,16 @@
 With ``offload_param`` some shards are cached on the device (``paro_parameter_cache_bytes``), from both ends of the
 model to its middle: no compute overlaps a copy before the first module, nor between the forward and the backward of
 the last module.
+
+Note [Modules sharded inside groups]
+    With p = G, ``paro_modules`` may place the parameters of modules in I. Only p differs for them, so they have slices
+    (Note [Rows]), gathers, and sub-groups of their own, and share everything else with the dense family: buckets of
+    gradients, error feedback, and the order of optimizer states. So neither sums nor checkpoints depend on the key.
+    Ranks still gather all modules in one order: those of other placements are gathered in the same calls.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -23,9 +30,10 @@ from deepspeed_ext.deepspeed_types import ZeroConfig, ZeroParameter
 from deepspeed_ext.leaf.chunks import ChunkedModule, chunked_modules
 from deepspeed_ext.leaf.units import cache_signatures, exclude_from_fetches
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
+from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.context import Context
-from deepspeed_ext.zero.families import DENSE, family_of
-from deepspeed_ext.zero.module_placements import is_whole, whole_modules
+from deepspeed_ext.zero.families import DENSE, GROUPED, family_of
+from deepspeed_ext.zero.module_placements import is_whole, placement_of, whole_modules
 from deepspeed_ext.zero.resync import Resync
 from deepspeed_ext.zero.sharded.gathers import Gathers
 from deepspeed_ext.zero.sharded.row_storage import DeviceRows, HostRows
@@ -73,7 +81,7 @@ class ShardedParameters:
     ) -> None:
         coordinator = offload.param_coordinator
         blocks, windowed = chunked_modules(module), windowed_modules(module)
-        _refuse_whole_experts([*blocks, *windowed])
+        _refuse_placed_experts([*blocks, *windowed])
         coordinator.fetch_in_windows(blocks, windowed)
         cache_signatures(module)
         _disable_persistence(windowed, offload)
@@ -83,19 +91,23 @@ class ShardedParameters:
         leaves = [*(leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts), *chunks]
         cached = _choose_cached(context, module, settings.cache_bytes)
         params = cast(list[ZeroParameter], list(module.parameters()))
-        self.slices: dict[str, Slices] = {}  # of each family
-        self.gathers: dict[str, Gathers] = {}  # of each family
-        for name, family in context.families.items():
-            self.slices[name] = Slices(
-                context,
+        self.slices: dict[str, Slices] = {}  # of each family, and of ``grouped`` parameters
+        self.gathers: dict[str, Gathers] = {}  # the same
+        families = [(context, family) for family in context.families.values()]
+        if context.grouped is not None:
+            inside_groups = replace(context, strategy=replace(context.strategy, p=Placement.I))
+            families.append((inside_groups, context.grouped))
+        for placed, family in families:
+            slices = self.slices[family.name] = Slices(
+                placed,
                 family=family,
-                params=[param for param in params if family_of(param) == name],
+                params=[param for param in params if slices_name(param) == family.name],
                 rows=settings.make_rows(family.gather, cached),
                 coordinator=coordinator,
             )
-            self.gathers[name] = Gathers(
-                self.slices[name], sequential=settings.sequential, leaves=leaves, resync=resync
-            )
+            self.gathers[family.name] = Gathers(slices, sequential=settings.sequential, resync=resync)
+        for gathers in self.gathers.values():  # after those of an earlier engine have dropped their units
+            gathers.make_units(leaves)
         self.gathers[DENSE].fetch_windows(windowed)
         self.whole = WholeParameters(params, self.gathers[DENSE])
         offload.persistent_parameters = [param for param in offload.persistent_parameters if not is_whole(param)]
@@ -104,8 +116,8 @@ class ShardedParameters:
         coordinator.keep_whole(self.whole, whole_modules(module))
 
     def slices_of(self, sub_group: Sequence[ZeroParameter]) -> Slices:
-        """Return the shards of a sub-group's family. All its parameters are of one family."""
-        return self.slices[family_of(sub_group[0])]
+        """Return the shards of a sub-group's parameters, which are all of one name; see ``slices_name``."""
+        return self.slices[slices_name(sub_group[0])]
 
     @property
     def has_slices(self) -> bool:
@@ -179,14 +191,19 @@ class ShardedParameters:
             gathers.release()
 
 
-def _refuse_whole_experts(modules: Iterable[ChunkedModule | WindowedModule]) -> None:
+def slices_name(param: nn.Parameter) -> str:
+    """Return the key of a parameter's shards and gathers: ``grouped``, or its family."""
+    return GROUPED if placement_of(param) == Placement.I else family_of(param)
+
+
+def _refuse_placed_experts(modules: Iterable[ChunkedModule | WindowedModule]) -> None:
     """Reject patterns that match experts which are fetched in windows.
 
     Raises:
         ValueError: one does.
     """
     for one in modules:
-        if any(map(is_whole, one.module.parameters())):
+        if any(placement_of(param) is not None for param in one.module.parameters()):
             raise ValueError(
                 f"{SECTION}.{MODULES} matches parameters of a {type(one.module).__name__}, whose experts are fetched "
                 f"in windows. Use a pattern without experts, or raise {SECTION}.{LEAF_BYTES} until it is one unit."

@@ -122,8 +122,8 @@ class FlatPartitions:
             raise sharding_mismatch(
                 f"of {len(saved_placement)} sub-groups of experts and others, over the ranks "
                 f"{[group['partition_ranks'] for group in saved_placement]}",
-                "others, which DeepSpeed refuses with AutoEP: keep sub_group_size, allgather_bucket_size, and "
-                "expert_parallel.autoep_size unchanged",
+                "others, which DeepSpeed refuses with AutoEP: keep sub_group_size, allgather_bucket_size, "
+                "expert_parallel.autoep_size, and modules with I in paro_modules unchanged",
             )
         _check_groups(state, self.numels())
 

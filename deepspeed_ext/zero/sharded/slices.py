@@ -98,7 +98,6 @@ class Slices:
         self.row_count = topology.sizes.groups if self.has_slices else 1  # rows of a parameter's shard
         self._coordinator = coordinator
         self.params = list(params)
-        self._layouts = {p.ds_id: FlatLayout.from_placement(p.ds_numel, strategy.os, topology) for p in self.params}
         any_layout = FlatLayout.from_placement(0, strategy.os, topology)
         self._rows_and_cols = any_layout.rows, any_layout.cols
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
@@ -118,8 +117,8 @@ class Slices:
         register(self)
 
     def layout(self, param: ZeroParameter) -> FlatLayout:
-        """Return the parameter's division into cells."""
-        return self._layouts[param.ds_id]
+        """Return the parameter's division into cells, which p does not change."""
+        return FlatLayout.from_placement(param.ds_numel, self.strategy.os, self.topology)
 
     def layout_of(self, params: Iterable[ZeroParameter], separate: bool = False) -> ParameterBucket:
         """Return the layout of parameters side by side; see ``ParameterBucket``."""

@@ -46,6 +46,7 @@ def resume_case(
     zero: dict[str, Any] | None = None,
     convert: bool = False,
     lanes: int = 1,
+    later: dict[str, Any] | None = None,
     **config: Any,
 ) -> list[Any]:
     """Return differences after a load and after further steps, the distance of zero_to_fp32's weights from the
@@ -54,7 +55,7 @@ def resume_case(
     universal = {**config.get("checkpoint", {}), "load_universal": True}
     universal = dataclasses.replace(job, config={**job.config, "checkpoint": universal})
     keys, location = placed(name, 2 // lanes), f"{folder}/{name}"
-    saved, *results = snapshots.resume(location, job, keys, 3, 5)
+    saved, *results = snapshots.resume(location, job, keys, 3, 5, later)
     if lanes > 1:
         return results
     dist.barrier()
@@ -129,6 +130,8 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "not zip": (("IIG",), {"checkpoint": {"checkpoint_serialization": False}}),
     "in few bits": (("NIG",), {"zero": {"paro_quantized_updates": {}, "zeropp_loco_param": {}}}),
     "whole modules": (("IIG",), {"zero": {"paro_modules": {"layers.1": "N"}}}),
+    "modules in groups": (("GIG",), {"zero": {"paro_modules": {"layers.1": "I"}}, "later": {"paro_modules": {}}}),
+    "modules in groups later": (("GGG",), {"later": {"paro_modules": {"layers.1": "I"}}}),
     "persistent parameters": (("IIG",), {"zero": {"stage3_param_persistence_threshold": 100}}),
 }
 

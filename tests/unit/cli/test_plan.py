@@ -288,9 +288,11 @@ def test_a_model_is_counted(plan: Plan, refused: Plan, monkeypatch: pytest.Monke
     assert {key: replicated["memory"][key] for key in expected} == expected
     assert by_strategy["ranks"] == 32 and by_strategy["plain"] == []
     assert replicated["busy"]["update"] == pytest.approx(6 / 8)
-    plan(*model, "--dtype", "fp32", "--modules", "1", "--json", "plan.json")
+    plan(*model, "--dtype", "fp32", "--modules", "0=I", "1", "--json", "plan.json")
     rows = {entry["strategy"]: entry for entry in json.loads(Path("plan.json").read_text())["exact"]["predictions"]}
-    assert [rows[name]["memory"]["parameters"] for name in ("NIG", "IIG")] == [512, 512 / 8 + 256]
+    bytes_of = [rows[name]["memory"]["parameters"] for name in ("NIG", "IIG", "GGG")]
+    assert bytes_of == [512, 512 / 8 + 256, 256 / 8 + 256 / 32 + 256]
+    assert "expected PATTERN, PATTERN=N or PATTERN=I, got '1=G'" in refused(*model, "--modules", "1=G")
     assert "paro_modules: 'tower' matches no module with parameters. Modules: 0, 1." in refused(
         *model, "--modules", "tower"
     )

@@ -63,20 +63,24 @@ def test_experts_are_counted_among_the_ranks_that_have_them(
     assert predict(row, cluster, muon, rates).volume == pytest.approx(prediction.volume + exchanged)
 
 
+@pytest.mark.parametrize("placement", [Placement.N, Placement.I])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_whole_parameters_are_gathered_once_a_step(name: str) -> None:
+def test_placed_parameters_are_sent_as_with_that_p(name: str, placement: Placement) -> None:
     row, whole, rest = STRATEGIES[name], ModelStates.of(2 * 10**8, 10**8), ModelStates.of(8 * 10**8, 5 * 10**8)
     without = predict(row, CLUSTER, MODEL, RATES)
-    prediction = predict(row, CLUSTER, replace(MODEL, whole=Part(1, whole)), RATES)
-    replicated = replace(row, p=Placement.N)
-    assert prediction.volume == pytest.approx(row.volume(CLUSTER, rest, 4) + replicated.volume(CLUSTER, whole, 4))
-    sharded = row.p != Placement.N
-    assert prediction.memory.total == pytest.approx(without.memory.total + sharded * 4e8)
-    more = sharded and row.g != Placement.N
+    prediction = predict(row, CLUSTER, replace(MODEL, placed={placement: Part(1, whole)}), RATES)
+    coarser = replace(row, p=min(row.p, placement))
+    assert prediction.volume == pytest.approx(row.volume(CLUSTER, rest, 4) + coarser.volume(CLUSTER, whole, 4))
+    sharded, kept = row.p > placement, placement == Placement.N
+    more = 4e8 if kept else 4e8 / CLUSTER.group_size - 4e8 / CLUSTER.ranks  # whole parameters also have shards
+    assert prediction.memory.total == pytest.approx(without.memory.total + sharded * more)
+    more = sharded and kept and row.g != Placement.N
     assert prediction.transient == pytest.approx(without.transient + more * 2e8) and without.of_experts == Volume()
     assert sharded or prediction == without
-    few, sent = Compression(None, UpdateSettings()), row.phases(CLUSTER, whole, whole=sharded)[-1]
-    if sharded and row.os == Placement.G:  # decoded on the ranks with p, so within the group they are sent exactly
+    few, sent = Compression(None, UpdateSettings()), row.phases(CLUSTER, whole, whole=row.p != Placement.N)[-1]
+    if (
+        row.p != Placement.N and row.os == Placement.G
+    ):  # decoded on the ranks with p, so within the group they are sent exactly
         assert few.volume(sent, 2, 2).intra == sent.volume.intra and few.volume(sent, 2, 2).inter < sent.volume.inter
 
 

@@ -106,18 +106,20 @@ def test_bytes_within_and_between_groups(
     check(rows, GroupSizes(world, group), states_of(params), accumulation)
 
 
-def test_whole_modules_send_as_many_bytes_as_predicted(ranks: Any) -> None:
-    cluster, zero = GroupSizes(4, 2), {**BUCKETS, "paro_modules": {"layers.1": "N"}}
-    params, rows = ranks(4).run(bytes_case, ("IIG", "GGG"), 2, 2, zero)[0]
+@pytest.mark.parametrize("placement, names", [(Placement.N, ("IIG", "GGG")), (Placement.I, ("GNG", "GIG", "GGG"))])
+def test_modules_send_as_many_bytes_as_predicted(ranks: Any, placement: Placement, names: tuple[str, ...]) -> None:
+    cluster, zero = GroupSizes(4, 2), {**BUCKETS, "paro_modules": {"layers.1": placement.name}}
+    params, rows = ranks(4).run(bytes_case, names, 2, 2, zero)[0]
     plain, rates = Model(states_of(params), WIDTH, accumulation=2), Rates.of_links(cluster, 2, 100, 10)
-    model = replace(plain, whole=Part(1, states_of(params[2:4])))
+    model = replace(plain, placed={placement: Part(1, states_of(params[2:4]))})
     for name, counted in rows:
         row = STRATEGIES[name]
         sharded, planned = (predict(row, cluster, each, rates).volume for each in (plain, model))
-        replicated = replace(row, p=Placement.N).volume(cluster, plain.states, 2)
-        total = tuple(map(sum, zip(*counted, strict=True)))
-        assert total == pytest.approx((planned.intra, planned.inter), rel=0.05), name
-        assert replicated.intra < total[0] < sharded.intra and total[1] < 1.05 * sharded.inter, name
+        coarser = replace(row, p=placement).volume(cluster, plain.states, 2)
+        total = Volume(*map(sum, zip(*counted, strict=True)))
+        assert (total.intra, total.inter) == pytest.approx((planned.intra, planned.inter), rel=0.05), name
+        hop = "intra" if placement == Placement.N else "inter"
+        assert getattr(coarser, hop) < getattr(total, hop) < getattr(sharded, hop), name
 
 
 @with_cases(

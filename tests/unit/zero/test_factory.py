@@ -34,11 +34,12 @@ def initialization_case(zero: dict[str, Any], config: dict[str, Any], memory: in
     return [(level, text) for level, text in lines if is_ours(text)]
 
 
-def kilobytes(name: str, parameters: float, gradients: float, optimizer: float, whole: bool = False) -> float:
+def kilobytes(name: str, parameters: float, gradients: float, optimizer: float, placed: str = "G") -> float:
     """Return a rank's model states in kB, on 4 ranks in groups of 2, for these states of the full model."""
     shards = {"N": 1, "I": 2, "G": 4}
     p, g, os = (shards[letter] for letter in name)
-    return parameters * (1 / p + (whole and p > 1)) + gradients / g + optimizer / os
+    more = 1 / shards[placed] - (1 / p if placed == "I" else 0) if shards[placed] < p else 0  # whole ones have shards
+    return parameters * (1 / p + more) + gradients / g + optimizer / os
 
 
 # Keys, bytes on the device in kB of make_partly_frozen's full model (p, g, os; with Adam), and the dtype's sections.
@@ -48,7 +49,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, An
     "bf16, fp32 sums": ({}, (20, 24, 72), {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
     "optimizer offloaded": ({"offload_optimizer": CPU}, (40, 24, 0), {}),
     "offloaded to nothing": ({"offload_optimizer": {"device": "none"}}, (40, 24, 72), {}),
-    "whole": ({"paro_modules": {"*": "N"}}, (40, 24, 72), {}),
+    "N": ({"paro_modules": {"*": "N"}}, (40, 24, 72), {}),
+    "I": ({"paro_modules": {"*": "I"}}, (40, 24, 72), {}),
     "parameters offloaded": ({"offload_param": CPU, "offload_optimizer": CPU}, (0, 24, 0), {}),
 }
 
@@ -60,12 +62,14 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, An
     ("III", "bf16, fp32 sums", False),
     ("IIG", "fp32", True),
     ("IIG", "offloaded to nothing", False),
-    ("IIG", "whole", False),
+    ("IIG", "N", False),
+    ("GIG", "I", True),
     ("GGG", "parameters offloaded", True),
 )
 def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what: str, zero_init: bool) -> None:
     zero, (p, g, os), config = MODELS[what]
-    needed = kilobytes(name, p, g, os, what == "whole")
+    of_modules = what if what in "NI" else "G"
+    needed = kilobytes(name, p, g, os, of_modules)
     zero = {**zero, "paro_strategy": name, "paro_group_size": 2}
 
     fits = ranks(4).run(initialization_case, zero, config, int(4000 * needed), zero_init)
@@ -76,7 +80,7 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     too_large = " GB of model states"
     warnings = [[text for level, text in lines if level == "WARNING" and too_large in text] for lines in answers]
     assert [len(lines) for lines in warnings] == [1, 0, 0, 0], warnings
-    fitting = [hyphenate(row) for row in STRATEGIES if kilobytes(row, p, g, os, what == "whole") <= available]
+    fitting = [hyphenate(row) for row in STRATEGIES if kilobytes(row, p, g, os, of_modules) <= available]
     assert warnings[0][0].removeprefix("[Rank 0] ") == (
         f"deepspeed_ext: zero_optimization.paro_strategy {hyphenate(name)} needs {needed / 1e6:.3g} GB of model "
         f"states on each rank, which has {available / 1e6:.3g} GB (the model's parameters {p / 1e6:.3g} GB, gradients "

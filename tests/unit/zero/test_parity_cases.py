@@ -229,3 +229,40 @@ def late_boundary_case(name: str) -> float:
         weights.append(training.whole_weights(model))
         engine.destroy()
     return (weights[0] - weights[1]).abs().max().item()
+
+
+LAYERS, PARTS = {"layers.[12]*": "I"}, {"layers.1": "I", "*.first": "I"}  # of these parts, blocks have two units
+OVERLAP = {**SMALL, "overlap_comm": True}
+PERSISTENT = {**OVERLAP, "stage3_param_persistence_threshold": 100}
+ON_HOST = {**OVERLAP, **HOST, "offload_optimizer": {"device": "cpu"}}
+WITH_I: dict[str, Job] = {
+    "tangled": Job(SQUARE, False, network=networks.Tangled, frozen=(1,), steps=3, zero=PERSISTENT),
+    "units": Job(SQUARE, False, network=networks.Blocks, accumulation=3, groups=2, zero=OVERLAP),
+    "host": Job(empty=False, steps=3, zero=ON_HOST, config={"zero_force_ds_cpu_optimizer": False}),
+}
+
+
+@with_cases(
+    "kind, world, group, names",
+    ("tangled", 6, 3, ("GIG", "GGG")),
+    ("units", 4, 2, ("GNG", "GGG")),
+    ("host", 4, 2, ("GIG",)),
+    *deep(*((kind, n, m, ("GNG", "GIG", "GGG")) for kind in WITH_I for n, m in ((4, 2), (4, 1), (4, 4), (6, 2)))),
+)
+def test_parity_of_modules_with_i_next_to_g(ranks: Any, kind: str, world: int, group: int, names: Any) -> None:
+    variants = [placed(name, group, paro_modules=PARTS if kind == "units" else LAYERS) for name in names]
+    check(ranks(world).run(training.against, WITH_I[kind], variants, {"stage": 3})[0])
+
+
+@pytest.mark.parametrize("name, keys", [("GNG", {}), ("GGG", {"zeropp_loco_param": {"block_size": 32}})])
+def test_modules_with_i_change_no_bit(ranks: Any, name: str, keys: dict[str, Any]) -> None:
+    job = Job(SQUARE, network=networks.Blocks, accumulation=2, clipping=0.0, frozen=(1,), zero=SMALL)
+    plain = ranks(4).run(training.train, job, placed(name, **keys))
+    grouped = ranks(4).run(training.train, job, placed(name, **keys, paro_modules=PARTS), check_units)
+    for one, other in zip(plain, grouped, strict=True):
+        assert one.weights.equal(other.weights) and one.losses == other.losses and other.replicas_equal
+
+
+def check_units(engine: Any) -> None:
+    entries = engine.module.layers[2].__dict__["paro_entries"]
+    assert [type(entry).__name__ for entry in entries] == ["Unit", "Unit"]  # one for each placement

@@ -215,7 +215,7 @@ def test_a_missing_wait_is_detected(ranks: Any, tmp_path: Path, place: str) -> N
 SETS = {name: one.strategies for name, one in stream_cases.OPTIONS.items() if not (one.aside or one.reported)}
 # tests/unit/device/test_training.py checks these in the first tier.
 ON_DEVICE = ("offload", "offload, LoCo", "parameters on the host", "parameters and offload", "windows")
-ON_FOUR_RANKS = ("defaults", *PIPELINES)
+ON_FOUR_RANKS = ("defaults", "modules in groups", *PIPELINES)
 # Other sets cover these.
 LATER = ("LoCo, reset", "experts, Muon", "Muon, in few bits", "without loss", "outer, offload", "Muon, offload")
 LATER += ("pipeline, LoCo", "no_sync", "experts, in few bits", "in few bits, offload", "parameters, in few bits")
