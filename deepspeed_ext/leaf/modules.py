@@ -372,8 +372,12 @@ def unset_leaves(model: nn.Module) -> None:
     """Undo ``set_leaves``, so that another engine can choose anew.
 
     DeepSpeed's attributes on modules and parameters are removed, too. Otherwise, another engine would treat the
-    parameters as those of leaf modules, and the autograd functions would call the old engine.
+    parameters as those of leaf modules, and the autograd functions would call the old engine, which gathers nothing
+    for a module that it kept whole.
     """
+    for module in model.modules():
+        module.__dict__.pop("pre_bwd_fn", None)
+        module.__dict__.pop("post_bwd_fn", None)
     flagged = [module for module in model.modules() if _unset(module)]
     for module in flagged:
         module.__dict__.pop(_LEAF, None)
@@ -381,6 +385,3 @@ def unset_leaves(model: nn.Module) -> None:
         return
     for param in model.parameters():
         param.__dict__.pop("ds_z3_leaf_module", None)
-    for module in model.modules():
-        module.__dict__.pop("pre_bwd_fn", None)
-        module.__dict__.pop("post_bwd_fn", None)

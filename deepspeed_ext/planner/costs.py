@@ -5,7 +5,8 @@
 Note [Cost model]
     The inputs are the strategy's phases. Each takes messages * latency + bytes / bandwidth over each hop. Sharded
     parameters and their updates are sent layer by layer. Gradients, and updates of replicated parameters, are sent
-    bucket by bucket. A closed form gives the part that compute hides (Note [Closed form of a step]).
+    bucket by bucket. A closed form gives the part that compute hides (Note [Closed form of a step]). A parameter that
+    modules share is gathered for each of them, as a head that is tied to an embedding.
 
     Between forward and backward, either all parameters are kept or none. Small parameters that persist are not
     modeled. The model ranks strategies; it does not promise their times.
@@ -171,7 +172,7 @@ def _moves(
     sharded, moves = strategy.p != Placement.N, []
     volumes = [Volume() for _ in families]
     phases_by_family = zip(
-        *(family.under(strategy).phases(ranks, family.states, family.is_whole) for ranks, family in families),
+        *(family.under(strategy).phases(ranks, family.sent, family.is_whole) for ranks, family in families),
         strict=True,
     )
     for phases, by_layer in zip(phases_by_family, (sharded, False, False, False, sharded), strict=True):

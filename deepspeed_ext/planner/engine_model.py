@@ -83,12 +83,12 @@ def max_over_ranks(model: Model) -> Model:
     pairs = [(model.states, model.held), *((part.states, part.held) for part in parts)]
     all_states = [states for pair in pairs for states in pair if states is not None]
     plain = model.without_units or (model.fetches, model.largest_layer)
-    numbers = [model.largest_layer, model.fetches, *plain, model.regathered, model.matrices]
+    numbers = [model.largest_layer, model.shared, model.fetches, *plain, model.regathered, model.matrices]
     numbers += [part.matrices for part in parts]
     maxima = reduce_integers(
         [*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX
     )
-    largest, fetches, plain_fetches, plain_largest, regathered, matrices, *state_values = maxima
+    largest, shared, fetches, plain_fetches, plain_largest, regathered, matrices, *state_values = maxima
     part_matrices, state_values = state_values[: len(parts)], state_values[len(parts) :]
     max_states = [ModelStates(*state_values[start : start + 4]) for start in range(0, len(state_values), 4)]
     parts = [
@@ -102,6 +102,7 @@ def max_over_ranks(model: Model) -> Model:
         states=max_states[0],
         held=max_states[1],
         largest_layer=largest,
+        shared=shared,
         fetches=int(fetches),
         without_units=(int(plain_fetches), plain_largest),
         regathered=bool(regathered),

@@ -132,6 +132,7 @@ class Model:
         compute: seconds of forward and backward of a micro-step.
         fetches: messages that gather all parameters: one for each unit, and for each other module with its own.
         largest_layer: bytes of the largest module's own parameters, or of the largest unit and its gradients.
+        shared: bytes of parameters that further modules gather again, as a head that is tied to an embedding.
         without_units: ``fetches`` and ``largest_layer`` of plain ZeRO-3; None if they are the same.
         bucket: elements of a bucket of gradients.
         held: bytes on the device, if they differ from ``states``: offloaded states take none, and gradients may be
@@ -156,6 +157,7 @@ class Model:
     compute: float = 0.0
     fetches: int = 1
     largest_layer: float = 0.0
+    shared: float = 0.0
     without_units: tuple[int, float] | None = None
     bucket: int = BUCKET
     held: ModelStates | None = None
@@ -250,6 +252,7 @@ class Model:
             held=part.held,
             fetches=part.fetches,
             largest_layer=0.0,
+            shared=0.0,
             without_units=None,
             matrices=part.matrices,
             experts=(),
@@ -288,6 +291,12 @@ class Model:
     def gathers(self) -> int:
         """Return how often sharded parameters are gathered in a micro-step."""
         return 2 if self.regathered else 1
+
+    @property
+    def sent(self) -> ModelStates:
+        """Return the states as communicated: shared parameters count once for each module that gathers them."""
+        again = self.shared if self.regathered else 0.0
+        return replace(self.states, parameters=self.states.parameters + again)
 
     def times(self, phase: Phase) -> int:
         """Return how often a phase runs in a step."""

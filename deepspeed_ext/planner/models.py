@@ -20,7 +20,7 @@ from deepspeed_ext.model_bytes import (
 from deepspeed_ext.planner.memory import BUCKET, Model, Part
 from deepspeed_ext.strategy import Placement, full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
-from deepspeed_ext.zero.module_placements import placed_parameters
+from deepspeed_ext.zero.module_placements import placed_parameters, placement_of
 
 MAX_LIVE = 10**9  # elements; DeepSpeed's default stage3_max_live_parameters
 MAX_TOKENS = 2048  # maximum tokens of a sample: most models have longer contexts than they are trained on
@@ -75,6 +75,7 @@ def describe(
         accumulation,
         fetches=fetches,
         largest_layer=largest_layer,
+        shared=_shared_bytes(model, units, parameter_bytes),
         without_units=_count_fetches(model, replace(units, budget=None), parameter_bytes),
         bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, muon_parameters(dense_parameters(model))))),
@@ -164,6 +165,13 @@ def _count_fetches(
         + is_unit * parameter_nbytes([param for param in layer if param.requires_grad], parameter_bytes)
         for layer, is_unit in layers
     )
+
+
+def _shared_bytes(model: nn.Module, units: Settings, parameter_bytes: int | None) -> float:
+    """Return the bytes of dense parameters that another fetch gathers again, without those of ``paro_modules``."""
+    first = {id(param): param for param in dense_parameters(model) if placement_of(param) is None}
+    fetched = [param for layer, _ in _fetches(model, units) for param in layer if id(param) in first]
+    return parameter_nbytes(fetched, parameter_bytes) - parameter_nbytes(list(first.values()), parameter_bytes)
 
 
 def _fetches(model: nn.Module, units: Settings) -> Iterator[tuple[list[nn.Parameter], bool]]:

@@ -45,9 +45,7 @@ class Context:
     pinned: bool  # whether that host memory is pinned
     sequence_parallel_size: int  # number of ranks that count as one data-parallel rank in the mean
     overlap_updates: bool  # whether a step may end before updated parameters are received (``paro_overlap_updates``)
-    grouped: Family | None = (
-        None  # dense parameters with p = I next to p = G; see Note [Modules sharded inside groups]
-    )
+    grouped: Family | None = None  # dense parameters with p = I next to p = G (``sharded/parameters.py``)
     readers: list[StateReader] = field(default_factory=list)  # notified of changes; the only mutable part
 
     @classmethod

@@ -267,6 +267,18 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
             self.buckets.add(param)
 
     @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also drop an interrupted backward, with all gradients of its accumulation: some have been added to them."""
+        super().zero_grad(set_to_none)
+        if not self.micro_steps.has_begun:
+            return
+        self.buckets.drop()
+        self.gradients.reset()
+        self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
+        self.gradients_dropped()
+        self.micro_steps.has_begun, self._backward_active_depth = False, 0
+
+    @override
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Do nothing: the parent's buckets are not used."""
 

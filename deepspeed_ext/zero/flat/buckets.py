@@ -132,8 +132,8 @@ class GradientBuckets:
             early=True,
             name=names.__getitem__,
             advice=(
-                ". This happens after an interrupted backward, or if modules share it and are checkpointed; then "
-                "checkpoint with use_reentrant false."
+                ". This happens after an interrupted backward, unless optimizer.zero_grad() drops it, or if modules "
+                "share it and are checkpointed; then checkpoint with use_reentrant false."
             ),
         )
         self._assign_windows()

@@ -149,9 +149,10 @@ class FlatGradients:
         """Whether a window of this accumulation has been sent."""
         return bool(self._sent)
 
-    def drain(self) -> None:
-        """Wait for all buckets."""
-        self._queue.drain()
+    def drain(self, windows: bool = False) -> None:
+        """Wait for all buckets, and with ``windows`` for the windows that they have started."""
+        for queue in (self._queue, self._inter_queue) if windows else (self._queue,):
+            queue.drain()
 
     def drop(self) -> None:
         """Drop accumulated gradients and transfers."""
@@ -268,6 +269,14 @@ class AllFlatGradients(dict[str, FlatGradients]):
         self._context.reductions.wait()  # before their memory is freed on the current stream
         for gradients in self.values():
             gradients.drop_slices()
+
+    def reset(self) -> None:
+        """Drop accumulated gradients once everything that was sent has been received."""
+        with self._context.reductions.after_current():
+            for gradients in self.values():
+                gradients.drain(windows=True)
+        self._context.reductions.wait()
+        self.drop()
 
     def drop(self) -> None:
         """Drop accumulated gradients and transfers."""

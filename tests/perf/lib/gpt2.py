@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe
-from deepspeed_ext.zero.module_placements import mark_whole
+from deepspeed_ext.zero.module_placements import mark_placements
 from scripts.emulation.traffic import TrafficMeter
 from tests.perf.lib import settings
 from tests.perf.lib.measurements import Measurement
@@ -169,7 +169,7 @@ class Gpt2Measurement(Measurement):
     def describe(self, method: Ours) -> Model:
         with torch.device("meta"):
             model = make_gpt2(self._shape).to(torch.bfloat16)
-        mark_whole(model, method.modules)
+        mark_placements(model, method.modules)
         return describe(model, accumulation=self.setting.accumulation)
 
     def _means(self) -> list[float]:

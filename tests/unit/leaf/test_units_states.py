@@ -21,6 +21,7 @@ from tests.harness.mixtures import AUTO, CHUNKS, SMALL, WINDOWS, job_of
 from tests.harness.tiers import deep, with_cases
 
 TIGHT = {**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+WHOLE = {**AUTO, **training.placed("GGG", paro_modules={"layers.0.mixture.*": "N", "layers.1.*": "N"})}
 
 
 @pytest.mark.parametrize("keys", [AUTO, CHUNKS, {"stage3_leaf_bytes": 25_000}], ids=["layers", "chunks", "blocks"])
@@ -239,7 +240,7 @@ def gradients_case(checkpointing: bool | None, keys: dict[str, Any]) -> int:
     return peak[0]
 
 
-@pytest.mark.parametrize("keys", [AUTO, *deep(CHUNKS)], ids=["layers", "chunks"])
+@pytest.mark.parametrize("keys", [AUTO, WHOLE, *deep(CHUNKS)], ids=["layers", "whole", "chunks"])
 def test_frozen_thawed_and_unused_parameters(ranks: Any, keys: dict[str, Any]) -> None:
     for off in ranks(2).run(frozen_case, keys):
         assert max(off) <= 1e-5, off

@@ -15,11 +15,11 @@ from tests.harness.tiers import since
 EXAMPLES = {
     "own_script.py": (["N-I-G (p=N, g=I, os=G; stage 2)"], 1.0, ()),
     "muon.py": (["N-I-G (p=N, g=I, os=G; stage 2)"], 1.0, ()),
-    "lora.py": (["ING (p=I, g=N, os=G; stage 3)"], 5.5, ("transformers", "peft")),  # 5.5: one of 256 tokens
+    "lora.py": (["I-N-G (p=I, g=N, os=G; stage 3)"], 5.5, ("transformers", "peft")),  # 5.5: one of 256 tokens
     "images.py": (["I-N-G (p=I, g=N, os=G; stage 3)"], 5.5, ("transformers", "peft")),
     "moe_layers.py": (["N-I-G (p=N, g=I, os=G; stage 2)", "experts of ep_size_2 over 2 in 2 group(s) of 1"], 1.0, ()),
     "autoep.py": (["N-I-G (p=N,", "experts of ep_size_2 over 2 in 2 group(s) of 1"], 5.5, ("transformers",)),
-    "packed_experts.py": (["IIG (p=I, g=I,", "MixtralExperts", "2 windows"], 5.5, ("transformers",)),
+    "packed_experts.py": (["I-I-G (p=I, g=I,", "MixtralExperts", "2 windows"], 5.5, ("transformers",)),
 }
 SINCE = {
     "autoep.py": [since(transformers="5.23")],

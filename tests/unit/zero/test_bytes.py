@@ -17,9 +17,10 @@ from deepspeed_ext.comm import collectives
 from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import predict
-from deepspeed_ext.planner.memory import Model, Part
+from deepspeed_ext.planner.models import describe
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
+from deepspeed_ext.zero.module_placements import mark_placements
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import experts, networks, training
 from tests.harness.tiers import deep, with_cases
@@ -106,12 +107,21 @@ def test_bytes_within_and_between_groups(
     check(rows, GroupSizes(world, group), states_of(params), accumulation)
 
 
+def tied(*args: Any) -> training.Network:
+    """Return a network of which layers 1 and 3 share a weight, which ZeRO-3 gathers for each of them."""
+    network = training.Network(*args)
+    network.layers[3].weight = network.layers[1].weight
+    return network
+
+
 @pytest.mark.parametrize("placement, names", [(Placement.N, ("IIG", "GGG")), (Placement.I, ("GNG", "GIG", "GGG"))])
 def test_modules_send_as_many_bytes_as_predicted(ranks: Any, placement: Placement, names: tuple[str, ...]) -> None:
-    cluster, zero = GroupSizes(4, 2), {**BUCKETS, "paro_modules": {"layers.1": placement.name}}
-    params, rows = ranks(4).run(bytes_case, names, 2, 2, zero)[0]
-    plain, rates = Model(states_of(params), WIDTH, accumulation=2), Rates.of_links(cluster, 2, 100, 10)
-    model = replace(plain, placed={placement: Part(1, states_of(params[2:4]))})
+    cluster, placed, sizes = GroupSizes(4, 2), {"layers.0": placement.name}, (SIDE,) * 5
+    keys, rates = {**BUCKETS, "paro_modules": placed}, Rates.of_links(cluster, 2, 100, 10)
+    _, rows = ranks(4).run(bytes_case, names, 2, 2, keys, sizes=sizes, network=tied)[0]
+    plain = describe(network := tied(sizes, None, False), WIDTH, WIDTH, accumulation=2)
+    mark_placements(network, placed)
+    model = describe(network, WIDTH, WIDTH, accumulation=2)
     for name, counted in rows:
         row = STRATEGIES[name]
         sharded, planned = (predict(row, cluster, each, rates).volume for each in (plain, model))

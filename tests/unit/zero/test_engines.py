@@ -73,7 +73,7 @@ def strategies_in_turn_case() -> list[tuple[str, float, float, bool]]:
     data = training.batches(job)
     rows = []
     for number, name in enumerate(("III", 3, 3, "GGG", "IIG")):
-        section = placed(name) if isinstance(name, str) else {"stage": name}
+        section = placed(str(name), **({"paro_modules": {"layers.0": "N"}} if number in (0, 3) else {}))
         section["stage3_param_persistence_threshold"] = number % 2 * 10**6  # none or all stay gathered
         before = training.whole_weights(model)
         torch.nn.utils.vector_to_parameters(before, oracle.parameters())

@@ -157,6 +157,8 @@ UNFOUND = {
     "zero/sharded/parameters.py:ShardedParameters.receive_updates:wait": _ARRIVED,
     "zero/sharded/whole.py:WholeParameters.gather:wait": _ARRIVED,
     "zero/sharded/gradients.py:ShardedGradients.clear:drain": "for an interrupted backward",
+    "zero/flat/gradients.py:AllFlatGradients.reset:drain": "for an interrupted backward",
+    "zero/flat/gradients.py:AllFlatGradients.reset:wait": "for an interrupted backward",
     "zero/sharded/slices.py:Slices.gather_updates:drain": "no gather is in flight after a step, which has waited",
     "zero/sharded/slices.py:Slices.drain:finish": _LATER,
     "zero/sharded/slices.py:Slices.wait_on_host:drain": "rows are received long before a load or save reads them",

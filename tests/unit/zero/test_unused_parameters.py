@@ -12,11 +12,14 @@ from torch import nn
 from deepspeed_ext.zero.filling import choose_modules
 from tests.harness import networks, training
 from tests.harness.logs import logged
+from tests.harness.mixtures import WINDOWS, Packed
 from tests.harness.parity_table import PARTITIONED, REPLICATED
+from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import BF16, SMALL, Job, check, placed
 
 TOWER = {"layers.[12]": "N"}  # the layers that ranks skip
+PLACED, LONG = (*REPLICATED, *PARTITIONED), {"plain": 200, "accumulation, overlap": 200, "bf16": 30}
 FEW_BITS = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
 JOBS: dict[str, Job] = {
     "plain": Job(),
@@ -51,12 +54,12 @@ def keys_of(name: str) -> dict[str, Any]:
 
 
 @with_cases(
-    "kind, names, steps",
-    ("plain", ("NNG", "NGG", "IGG", "ING"), 4),
-    ("accumulation, overlap", ("NIG", "NNI", "IIG", "GGG", "III"), 4),
-    *deep(*((kind, (*REPLICATED, *PARTITIONED), 200) for kind in ("plain", "accumulation, overlap", "bf16"))),
+    "kind, steps, names",
+    ("plain", 4, ("NNG", "NGG", "IGG", "ING")),
+    ("accumulation, overlap", 4, ("NIG", "NNI", "IIG", "GGG", "III")),
+    *deep(*((*job, PLACED[at : at + 3]) for job in LONG.items() for at in range(0, 14, 3))),
 )
-def test_parity_with_stock(ranks: Any, kind: str, names: tuple[str, ...], steps: int) -> None:
+def test_parity_with_stock(ranks: Any, kind: str, steps: int, names: tuple[str, ...]) -> None:
     # Stage 0 adds zeros for parameters without gradients; stages 1 and 2 fail.
     bounds = BF16 if kind == "bf16" else {}
     variants = [keys_of(name) for name in names]
@@ -93,15 +96,16 @@ def test_ranks_that_gather_different_modules_raise(ranks: Any) -> None:
 @pytest.mark.parametrize(
     "keys, message",
     [
-        (placed("IIG", 1, paro_modules={"tower.*": "N"}), "'tower.*' matches no module with parameters. Modules: "),
+        (placed("IIG", 1, paro_modules={"tower.*": "N"}), "'tower.*' matches no module with parameters. Modules: s"),
         (placed("NIG", 1, paro_modules=TOWER), "paro_strategy N-I-G shards none"),
         (placed("IIG", 1, paro_modules={"a": "N", "layers.1": "I"}), 'which is "N" with paro_strategy I-I-G'),
         (placed("GGG", 1, paro_modules={"layers.1": "G"}), 'with the value "N" or, with p = G, "I"'),
+        (placed("GGG", 1, paro_modules={"*.experts": "N"}, **WINDOWS), "PackedExperts, whose experts are fetched"),
         ({"stage": 3, "paro_modules": TOWER}, "without zero_optimization.paro_strategy"),
     ],
 )
 def test_wrong_patterns_are_refused(ranks: Any, keys: dict[str, Any], message: str) -> None:
-    for error in ranks(1).run_expect_error(training.make_engine, Job(zero=SMALL), keys):
+    for error in ranks(1).run_expect_error(training.make_engine, Job(network=Packed, zero=SMALL), keys):
         assert message in error.message
 
 
@@ -127,25 +131,33 @@ def test_fill_keeps_whole_what_fits_in_memory(ranks: Any) -> None:
 def fill_case() -> str:
     # 2,331 parameters in fp32, 20 bytes each over 2 ranks; the first three layers, 2,117 of them, also whole.
     keys = placed("GGG", paro_modules="fill", paro_memory_gb=(2331 * 20 / 2 + 2117 * 4 + 99) / 1e9)
+    job = Job(sizes=networks.SQUARE, zero=SMALL)
     with logged() as lines:
-        training.make_engine(Job(sizes=networks.SQUARE, zero=SMALL), keys)
+        filled = training.train(job, keys)
+    by_hand = training.train(job, placed("GGG", paro_modules={"layers.[012]": "N"}))
+    assert filled.losses == by_hand.losses and filled.weights.equal(by_hand.weights)
     return "".join(text for level, text in lines if level == "WARNING")
 
 
-def test_a_second_gradient_of_a_sent_bucket_is_an_error(ranks: Any) -> None:
-    for message in ranks(2).run(late_case):
-        assert "layers.3.weight got another gradient in a backward" in message and "use_reentrant" in message
+@pytest.mark.parametrize("kind", ["few bits", *deep("accumulation, overlap", "offload", "lists")])
+def test_zero_grad_drops_an_interrupted_backward(ranks: Any, kind: str) -> None:
+    for name, (message, equal) in ranks(4).each(interrupted_case, ("NII", "NIG", "NGG"), kind):
+        assert equal and "layers.3.weight got another gradient in a backward" in message, (kind, name, message)
 
 
-def late_case() -> str:
-    job = Job(sizes=networks.SQUARE, zero={**SMALL, "reduce_bucket_size": 1})
-    engine, model = training.make_engine(job, placed("NGG"))
-    engine.optimizer.set_gradient_accumulation_boundary(True)
-    weight = model.layers[3].weight
-    for _ in range(2):
-        weight.grad = weight.detach().clone()
-        try:
-            engine.optimizer.reduce_ready_partitions_and_remove_grads(weight, 0)
-        except RuntimeError as error:
-            return str(error)
-    return "no error"
+def interrupted_case(name: str, kind: str) -> tuple[str, bool]:
+    """Return the error of a backward after an interrupted one, and whether zero_grad drops both."""
+    job, weights, message = replace(job_of(kind, 4), skipped=()), [], ""
+    for interrupted in (False, True):
+        engine, model, data = training.begin(job, placed(name))
+        batches = [next(data), next(data)]
+        if interrupted:
+            hook = model.layers[1].weight.register_hook(lambda gradient: 1 / 0)
+            assert error_of(training.micro_step, engine, job, 0, *batches[0]).startswith("ZeroDivisionError")
+            hook.remove()
+            message = error_of(training.micro_step, engine, job, 0, *batches[1])
+            engine.optimizer.zero_grad()
+        for number in range(2 * job.accumulation):
+            training.step(engine, job, number, data)
+        weights.append(training.whole_weights(model))
+    return message, weights[0].equal(weights[1])
