@@ -16,7 +16,7 @@ import os
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -38,46 +38,50 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
-def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
-    """Return the data-parallel ranks per node: the group size when none is configured.
+def nodes_of_ranks(local_sizes: Sequence[int]) -> list[int]:
+    """Return the number of each rank's node.
 
     Args:
-        ranks: global ranks of the data-parallel group, ascending; ranks of a node are consecutive.
-        local_size: processes per node, including those of other parallelism.
+        local_sizes: processes on the node of each rank, by rank; 0 if a launcher does not say. Ranks of a node are
+            consecutive.
 
     Raises:
-        ValueError: the node size is unknown, or nodes have different numbers of these ranks.
+        ValueError: a rank does not know the number, or ranks that would share a node know different ones.
     """
-    if len(ranks) == 1:
-        return 1
-    if local_size is None:
-        raise ValueError(
-            f"paro_strategy needs the number of ranks per node, but none of the environment variables "
-            f"{', '.join(LOCAL_SIZE_VARIABLES)} is set. Set zero_optimization.paro_group_size (it must divide the "
-            f"data-parallel size {len(ranks)})."
-        )
-    counts: dict[int, int] = {}
-    for rank in ranks:
-        counts[rank // local_size] = counts.get(rank // local_size, 0) + 1
-    if len(set(counts.values())) > 1:
-        raise ValueError(
-            f"paro_strategy groups the data-parallel ranks of a node, but nodes of {local_size} processes have "
-            f"different numbers of the {len(ranks)} data-parallel ranks: {list(counts.values())}. "
-            f"{_group_size_advice(counts.values(), len(ranks))}"
-        )
-    return counts[ranks[0] // local_size]
+    nodes: list[int] = []
+    while len(nodes) < len(local_sizes):
+        first, size = len(nodes), local_sizes[len(nodes)]
+        found = set(local_sizes[first : first + size]) or {size}
+        if found != {size} or not size:
+            raise ValueError(
+                f"paro_strategy needs the number of ranks on each node. The environment variables "
+                f"{', '.join(LOCAL_SIZE_VARIABLES)} have it, but from rank {first} on they are "
+                f"{', '.join(str(n or 'not set') for n in sorted(found))}. Set zero_optimization.paro_group_size."
+            )
+        nodes += [nodes[-1] + 1 if nodes else 0] * min(size, len(local_sizes) - first)
+    return nodes
 
 
-def _group_size_advice(counts: Iterable[int], ranks: int) -> str:
-    """Return advice on the group size if nodes have these numbers of a data-parallel group's ranks."""
-    size = math.gcd(*counts)
-    if size > 1:
-        return (
-            f"Set zero_optimization.paro_group_size to {size}, the largest size with which no group spans two nodes."
-        )
+def default_group_size(ranks: Sequence[int], nodes: Sequence[int]) -> int:
+    """Return the group size when none is configured: the data-parallel ranks per node or, if nodes have different
+    numbers, their greatest common divisor, with which no group spans two nodes.
+
+    Args:
+        ranks: global ranks of the data-parallel group.
+        nodes: number of the node of each global rank.
+    """
+    return math.gcd(*Counter(nodes[rank] for rank in ranks).values())
+
+
+def uneven_nodes_warning(counts: Collection[int], group_size: int) -> str:
+    """Return what groups of this size cost on nodes with these numbers of ranks; empty if the numbers are equal."""
+    if len(set(counts)) == 1:
+        return ""
+    alone = ", so I means N" if group_size == 1 else ""
     return (
-        f"Start the same number of ranks on every node, or set zero_optimization.paro_group_size to a divisor of "
-        f"{ranks}: some groups will span nodes, unless it is 1."
+        f"nodes have {', '.join(map(str, counts))} data-parallel ranks, so groups have {group_size}, their greatest "
+        f"common divisor{alone}. States in I take {max(counts) / group_size:g} times the memory of groups of "
+        f"{max(counts)}, and nodes with several groups also send messages between them"
     )
 
 
@@ -194,13 +198,13 @@ def get_topology(
 
     Args:
         group: a process group, or None for all ranks.
-        group_size: m; None means the data-parallel ranks per node.
+        group_size: m; None means ``default_group_size``.
         alone: whether to create a group of this rank alone, too.
         separate: whether to return separate groups of the same ranks, for communications whose order relative to those
             of the first groups differs between ranks.
 
     Raises:
-        ValueError: invalid group size, on this rank or another; see ``GroupSizes`` and ``default_group_size``.
+        ValueError: invalid group size, on this rank or another; see ``GroupSizes`` and ``nodes_of_ranks``.
     """
     from deepspeed import comm as dist
 
@@ -277,40 +281,41 @@ def _gather_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[
     """Return the ranks and the group size of every data-parallel group, ascending; the same on all ranks.
 
     Raises:
-        ValueError: on all ranks, if one of them has no group size or the ranks of a group have different ones (a
-            launcher gives each rank the size of its own node only).
+        ValueError: on all ranks, if a group size is invalid or unknown, or differs between the ranks of a group.
     """
     from deepspeed_ext.comm.agreement import all_gather_ints
 
-    problem = ""
-    try:
-        m = default_group_size(ranks, ranks_per_node()) if group_size is None else group_size
-        GroupSizes(len(ranks), m)
-    except ValueError as error:  # raised after the gather: otherwise the other ranks would hang in it
-        m, problem = 0, str(error)
-    # The first rank of a data-parallel group identifies it.
+    # The first rank of a data-parallel group identifies it. A launcher gives each rank the size of its own node only.
+    rows = all_gather_ints([ranks[0], group_size or 0, ranks_per_node() or 0, _host()])
     members: dict[int, list[int]] = {}
-    candidate_sizes: dict[int, set[int]] = {}
-    rows = all_gather_ints([ranks[0], m, _host()])
-    for rank, (first, size, _) in enumerate(rows):
+    for rank, (first, *_) in enumerate(rows):
         members.setdefault(first, []).append(rank)
-        candidate_sizes.setdefault(first, set()).add(size)
-    for first, sizes in candidate_sizes.items():
-        if len(sizes) > 1 or 0 in sizes:
-            ranks_per_host = Counter(rows[rank][2] for rank in members[first]).values()
+    ranks_and_sizes = []
+    for _, group_ranks in sorted(members.items()):
+        configured = {rows[rank][1] for rank in group_ranks}
+        if len(configured) > 1:
             raise ValueError(
-                problem
-                or f"paro_strategy groups the data-parallel ranks of a node, but the launcher reports node "
-                f"sizes to the ranks {members[first]} that give different group sizes: {sorted(sizes)} (0: unknown). "
-                f"{_group_size_advice([*sizes, *ranks_per_host], len(members[first]))}"
+                f"zero_optimization.paro_group_size differs between the ranks {group_ranks}: {sorted(configured)} "
+                f"(0: absent). Give it the same value on all ranks."
             )
-    ranks_and_sizes = [(members[first], max(candidate_sizes[first])) for first in sorted(members)]
+        m = configured.pop() or (1 if len(group_ranks) == 1 else _default_group_size(group_ranks, rows))
+        GroupSizes(len(group_ranks), m)
+        ranks_and_sizes.append((group_ranks, m))
     warnings = [
-        placement_warning(group_ranks, size, [rows[rank][2] for rank in group_ranks])
+        placement_warning(group_ranks, size, [rows[rank][-1] for rank in group_ranks])
         for group_ranks, size in ranks_and_sizes
     ]
     _warn_once(next(filter(None, warnings), ""))  # only the first: placement is the same for all groups
     return ranks_and_sizes
+
+
+def _default_group_size(ranks: Sequence[int], rows: Sequence[Sequence[int]]) -> int:
+    """Return the default group size, and log if nodes have different numbers of these ranks."""
+    nodes = nodes_of_ranks([size for *_, size, _ in rows])
+    m = default_group_size(ranks, nodes)
+    warning = uneven_nodes_warning(Counter(nodes[rank] for rank in ranks).values(), m)
+    _warn_once(warning and f"deepspeed_ext: {warning} (zero_optimization.paro_group_size).")
+    return m
 
 
 def _host() -> int:

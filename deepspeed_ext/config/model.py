@@ -84,7 +84,8 @@ class ParoConfig(BaseModel):
     paro_group_size: Annotated[
         int | None, key_field("an integer of at least 1 (ranks in a group), or absent", "ranks per node", ge=1)
     ] = None
-    """Data-parallel ranks per group; a divisor of the data-parallel size."""
+    """Data-parallel ranks per group; a divisor of the data-parallel size. If nodes have different numbers of ranks,
+    the default is their greatest common divisor."""
     paro_overlap_updates: Annotated[bool, key_field("true or false")] = False
     """With p = N: gathers updated parameters [during the next forward](../zero/overlap.md#updated-parameters). With
     p = I this is always done."""

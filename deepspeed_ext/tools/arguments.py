@@ -53,6 +53,11 @@ def number(kind: Callable[[str], float], zero: bool = False) -> Callable[[str], 
     return read
 
 
+def counts(text: str) -> list[int]:
+    """Return numbers above 0 that are separated by commas, such as 8,4."""
+    return [int(number(int)(part)) for part in text.split(",")]
+
+
 def count(text: str) -> int:
     """Return a number of parameters written as 7000000000, 7e9 or 7B."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

@@ -13,7 +13,13 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 
-from deepspeed_ext.comm.process_groups import default_group_size, inter_ranks, intra_ranks, ranks_per_node
+from deepspeed_ext.comm.process_groups import (
+    default_group_size,
+    inter_ranks,
+    intra_ranks,
+    nodes_of_ranks,
+    ranks_per_node,
+)
 from deepspeed_ext.config.keys import LEAF_BYTES, THRESHOLD
 from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.tools.compare import cli as compare_cli
@@ -37,7 +43,8 @@ def print_versions() -> None:
 def print_groups(ranks: int | None, group_size: int | None) -> None:
     """Print the groups that would be formed, by default for the ranks in the launcher's environment."""
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
-    m = group_size or default_group_size(range(ranks), ranks_per_node())
+    local_size = 1 if ranks == 1 else ranks_per_node() or 0
+    m = group_size or default_group_size(range(ranks), nodes_of_ranks([local_size] * ranks))
     sizes = GroupSizes(ranks, m)
     print(f"\ngroups of {ranks} data-parallel rank(s): {sizes.groups} x {m}")
     print(f"  within groups   {[intra_ranks(range(ranks), m, first) for first in range(0, ranks, m)]}")

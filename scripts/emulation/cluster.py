@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from deepspeed_ext.tools.arguments import counts
 from scripts.emulation.launching import environment, exit_on_signals, split_output
 from scripts.emulation.network import ENDING, MAX_NODES, PORT, Network, Traffic, address, ignore_signals, missing
 
@@ -57,36 +58,45 @@ class Failure(NamedTuple):
     status: int
 
 
-def rank_jobs(nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeJob]:
-    """Return the ranks themselves, each with the variables that a launcher sets."""
-    size = {"WORLD_SIZE": str(nodes * ranks_per_node), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
-    master = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
+def rank_jobs(nodes: Sequence[int], script: Sequence[str]) -> list[NodeJob]:
+    """Return the ranks themselves, each with the variables that a launcher sets.
+
+    Args:
+        nodes: number of ranks in each node.
+        script: what they run, with its arguments.
+    """
+    master = {"WORLD_SIZE": str(sum(nodes)), "MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
+    places = [(node, local) for node, ranks in enumerate(nodes) for local in range(ranks)]
     return [
         NodeJob(
-            rank // ranks_per_node,
+            node,
             [sys.executable, *script],
-            {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node), **size, **master},
+            {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(nodes[node]), **master},
         )
-        for rank in range(nodes * ranks_per_node)
+        for rank, (node, local) in enumerate(places)
     ]
 
 
-def launcher_jobs(launcher: str, nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeJob]:
+def launcher_jobs(launcher: str, nodes: Sequence[int], script: Sequence[str]) -> list[NodeJob]:
     """Return a launcher for each node; with ``none``, its ranks themselves, which start seconds earlier."""
     if launcher == "none":
-        return rank_jobs(nodes, ranks_per_node, script)
+        return rank_jobs(nodes, script)
     if launcher == "torchrun":
-        options = ["torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks_per_node}"]
+        options = ["torch.distributed.run", f"--nnodes={len(nodes)}"]
         options += [f"--master-addr={address(0)}", f"--master-port={PORT}"]
         rank_option = "--node-rank"
     else:
-        hosts = {f"node{node}": list(range(ranks_per_node)) for node in range(nodes)}
+        hosts = {f"node{node}": list(range(ranks)) for node, ranks in enumerate(nodes)}
         world = base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
         options = ["deepspeed.launcher.launch", f"--world_info={world}"]
         options += [f"--master_addr={address(0)}", f"--master_port={PORT}"]
         rank_option = "--node_rank"
     command = [sys.executable, "-m", *options]
-    return [NodeJob(node, [*command, f"{rank_option}={node}", *script], {}) for node in range(nodes)]
+    ranks_option = [f"--nproc-per-node={ranks}" for ranks in nodes] if launcher == "torchrun" else []
+    return [
+        NodeJob(node, [*command, *ranks_option[node : node + 1], f"{rank_option}={node}", *script], {})
+        for node in range(len(nodes))
+    ]
 
 
 class Processes:
@@ -175,7 +185,7 @@ def collect(nodes: int, ranks_per_node: int, module: str, log: Path, timeout: fl
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         try:
-            jobs = rank_jobs(nodes, ranks_per_node, ["-m", module, "--worker", str(report), *sys.argv[1:], *more])
+            jobs = rank_jobs([ranks_per_node] * nodes, ["-m", module, "--worker", str(report), *sys.argv[1:], *more])
             with Network(nodes) as network:
                 _run_logged(network, jobs, log, timeout)
         except RuntimeError as failure:
@@ -207,8 +217,8 @@ def _run_logged(network: Network, jobs: list[NodeJob], log: Path, timeout: float
 def run(args: argparse.Namespace) -> int:
     """Start the launchers, wait for them, and print the bytes sent; return the exit status."""
     kind = [] if not args.module else ["--module" if args.launcher == "deepspeed" else "-m"]
-    jobs = launcher_jobs(args.launcher, args.nodes, args.ranks_per_node, [*kind, args.script, *args.arguments])
-    with _output_of_others(args.log) as output, Network(args.nodes, args.rate) as network:
+    jobs = launcher_jobs(args.launcher, args.nodes, [*kind, args.script, *args.arguments])
+    with _output_of_others(args.log) as output, Network(len(args.nodes), args.rate) as network:
         with Processes(network) as processes:
             for job in jobs:
                 processes.start(job, None, _reader(job.node, output) if job.node else None)
@@ -252,8 +262,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         prog="scripts/cluster", description="Run a script on an emulated cluster.", allow_abbrev=False
     )
-    parser.add_argument("--nodes", type=int, default=2, help=f"at most {MAX_NODES}")
-    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--nodes", type=int, help=f"at most {MAX_NODES}; 2 by default")
+    parser.add_argument("--ranks-per-node", type=counts, default=[2], help="one number, or one for each node: 4,2")
     parser.add_argument("--rate", type=_rate, metavar="MBIT", help="of the links, in Mbit/s; unlimited by default")
     parser.add_argument(
         "--launcher",
@@ -266,10 +276,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     args = parser.parse_args(arguments)
-    if not 1 <= args.nodes <= MAX_NODES:
-        parser.error(f"--nodes must be 1 to {MAX_NODES}, not {args.nodes}")
-    if args.ranks_per_node < 1:
-        parser.error(f"--ranks-per-node must be at least 1, not {args.ranks_per_node}")
+    ranks, nodes = args.ranks_per_node, args.nodes
+    args.nodes = ranks * (2 if nodes is None else nodes) if len(ranks) == 1 else ranks
+    if not 1 <= len(args.nodes) <= MAX_NODES:
+        parser.error(f"--nodes must be 1 to {MAX_NODES}, not {len(args.nodes)}")
+    if nodes not in (None, len(args.nodes)):
+        parser.error(f"--ranks-per-node must be one number, or one for each of {nodes} nodes, not {ranks}")
     if not args.module and not Path(args.script).is_file():
         parser.error(f"there is no script {args.script}")
     if args.log is not None and not args.log.absolute().parent.is_dir():

@@ -16,7 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, placement_warning, ranks_per_node
+from deepspeed_ext.comm.process_groups import (
+    LOCAL_SIZE_VARIABLES,
+    placement_warning,
+    ranks_per_node,
+    uneven_nodes_warning,
+)
 from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
@@ -83,15 +88,17 @@ def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
     usual = statistics.mode(len(ranks) for ranks in hosts.values())
     uneven = _hosts_text({host: ranks for host, ranks in hosts.items() if len(ranks) != usual})
     uneven = uneven and f"most hosts hold {usual} rank(s), but some do not: {uneven}"
-    advice = "Start the same number of ranks on every node, or set paro_group_size to a divisor of all these numbers."
-    findings = [finding_for("hosts", uneven, advice, f"{len(hosts)} of {usual} rank(s): {_hosts_text(hosts)}")]
+    counts = [len(ranks) for ranks in hosts.values()]
+    advice = f"{uneven_nodes_warning(counts, math.gcd(*counts))}. Start the same number of ranks on every node."
+    fine = f"{len(hosts)} of {usual} rank(s): {_hosts_text(hosts)}"
+    findings = [finding_for("hosts", uneven, advice, fine, Level.LOOK)]
     scattered = {host: ranks for host, ranks in hosts.items() if ranks != list(range(ranks[0], ranks[-1] + 1))}
     if scattered:
         findings.append(
             Finding("order of ranks", Level.WRONG, f"not consecutive: {_hosts_text(scattered)}", _FILL_ADVICE)
         )
     per_node = by_value(_column(answers, "per_node"))
-    size = launch.options.group_size or (next(iter(per_node)) if len(per_node) == 1 else None)
+    size = launch.options.group_size or (None if None in per_node else math.gcd(*per_node))
     if launch.world == 1:
         return [*findings, Finding("groups", Level.OK, "one rank: nothing to group")]
     if size is None:

@@ -7,6 +7,7 @@ gathered through the store, so a rank that hangs in a collective, or has died, d
 """
 
 import json
+import math
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,7 @@ class Launch:
     def group_sizes(self) -> GroupSizes | None:
         """Return the numbers of all ranks and of ranks in a group; None if no such groups can be formed."""
         try:
-            return GroupSizes(self.world, self.options.group_size or len(self.teams()[0]))
+            return GroupSizes(self.world, self.options.group_size or math.gcd(*map(len, self.teams())))
         except ValueError:
             return None
 

@@ -7,6 +7,7 @@ Under a launcher (torchrun, deepspeed), the plan is for the launched ranks. Rate
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from deepspeed_ext.planner.compression import COMPRESSIONS
 from deepspeed_ext.planner.memory import HostParameters, Model
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates, bytes_per_second
 from deepspeed_ext.strategy import GroupSizes, ModelStates, Placement
-from deepspeed_ext.tools.arguments import count, import_callable, new_file, number, sub_key
+from deepspeed_ext.tools.arguments import count, counts, import_callable, new_file, number, sub_key
 from deepspeed_ext.tools.plan import page, report
 from deepspeed_ext.tools.plan.outer import plan_outer
 from deepspeed_ext.tools.plan.recorded_training import Cluster, RecordedTraining
@@ -156,8 +157,8 @@ def _add_model(add: _Adder) -> None:
 
 def _add_cluster(add: _Adder) -> None:
     add("--nodes", None, None, _WHOLE)
-    add("--ranks-per-node", None, None, _WHOLE)
-    add("--group-size", None, "paro_group_size (default: ranks per node)", _WHOLE)
+    add("--ranks-per-node", "N", "one number, or one for each node, such as 8,4", counts)
+    add("--group-size", None, "paro_group_size (default: ranks per node, or their greatest common divisor)", _WHOLE)
     add("--intra-gbps", "G", "Gbit/s that a rank receives inside its node", _POSITIVE)
     add("--inter-gbps", "G", "Gbit/s that a node receives from others", _POSITIVE)
     add("--host-gbps", "G", "10^9 bytes/s that each rank of a node copies from its host at once, and back", _POSITIVE)
@@ -188,8 +189,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     settings = _outer_settings(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    nodes, per_node = _node_counts(arguments, launched)
-    sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
+    nodes = _ranks_of_nodes(arguments, launched)
+    per_node = max(nodes)  # the links of the largest node are shared by the most ranks
+    sizes = GroupSizes(sum(nodes), arguments.group_size or math.gcd(*nodes))
     model, saves = _model(arguments), _save_settings(arguments, per_node)
     rates = _rates(arguments, sizes, per_node, launched)
     if not first_rank and launched:  # not earlier: all ranks must take part in measuring rates
@@ -232,7 +234,9 @@ def _what_if(arguments: argparse.Namespace) -> WhatIf:
     """
     recorded = RecordedTraining.from_file(vars(arguments)["from"])
     old, model = recorded.planner_input.cluster, recorded.planner_input.model
-    per_node = arguments.ranks_per_node or old.ranks_per_node
+    per_node, *others = arguments.ranks_per_node or [old.ranks_per_node]
+    if others:
+        raise ValueError("--ranks-per-node expects one number with --from.")
     ranks = old.sizes.ranks
     if arguments.nodes or arguments.ranks_per_node:
         ranks = (arguments.nodes or old.nodes) * per_node
@@ -321,28 +325,37 @@ def _save_settings(arguments: argparse.Namespace, per_node: int) -> Saves | None
     )
 
 
-def _node_counts(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
-    """Return the number of nodes and of ranks per node."""
-    requested = arguments.nodes, arguments.ranks_per_node
+def _ranks_of_nodes(arguments: argparse.Namespace, launched: bool) -> list[int]:
+    """Return the number of ranks on each node."""
+    nodes, given = arguments.nodes, arguments.ranks_per_node or []
     if not launched:
-        if None in requested:
+        if nodes is None and len(given) < 2:
             raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which sets them).")
-        return requested
-    ranks, per_node = int(os.environ["WORLD_SIZE"]), ranks_per_node() or arguments.ranks_per_node
+        counts = given * nodes if len(given) == 1 else given
+        if nodes not in (None, len(counts)):
+            raise ValueError(
+                f"--ranks-per-node expects one number, or one for each node, got {given} with {nodes} nodes."
+            )
+        return counts
+    ranks, own = int(os.environ["WORLD_SIZE"]), ranks_per_node()
+    per_node = own or (given[0] if given else None)
     if per_node is None:
         raise ValueError(
             f"the launcher started {ranks} ranks, and none of {', '.join(LOCAL_SIZE_VARIABLES)} gives the number "
             f"on this node. Set --ranks-per-node."
         )
-    if ranks % per_node:
-        raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, do not form nodes of the same size.")
-    actual = ranks // per_node, per_node
-    if any(value not in (None, have) for value, have in zip(requested, actual, strict=True)):
+    counts = given if len(given) > 1 else [per_node] * (ranks // per_node)
+    if sum(counts) != ranks:
         raise ValueError(
-            f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {requested[0]} "
-            f"--ranks-per-node {requested[1]}: remove these options."
+            f"{ranks} ranks, of which {per_node} are on this node: nodes have different sizes. Set --ranks-per-node, "
+            f"such as 8,4."
         )
-    return actual
+    if nodes not in (None, len(counts)) or (given and own not in (None, *given)):
+        raise ValueError(
+            f"the launcher started {len(counts)} node(s), this one with {per_node} rank(s), got --nodes {nodes} "
+            f"--ranks-per-node {','.join(map(str, given))}: remove these options."
+        )
+    return counts
 
 
 def _model(arguments: argparse.Namespace) -> Model:

@@ -314,8 +314,9 @@ def test_what_the_report_takes_is_not_dropped(
 LAUNCHES = [
     ({"WORLD_SIZE": "8"}, [], "8 ranks, and none of LOCAL_WORLD_SIZE, LOCAL_SIZE gives .* Set --ranks-per-node"),
     ({"WORLD_SIZE": "8"}, ["--ranks-per-node", "3"], "8 ranks, of which 3 are on this node"),
-    ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, [], "6 ranks, of which 4 are on this node"),
-    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ["--nodes", "3"], r"started 2 node\(s\) of 2 .*got --nodes 3"),
+    ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, [], "6 ranks, of which 4 are on this node.* Set --ranks-per-node"),
+    ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, ["--ranks-per-node", "3,3"], "this one with 4 .*remove"),
+    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ["--nodes", "3"], r"started 2 node\(s\).*got --nodes 3"),
 ]
 
 

@@ -21,6 +21,7 @@ from deepspeed_ext.comm.process_groups import (
     get_topology,
     inter_ranks,
     intra_ranks,
+    nodes_of_ranks,
     placement_warning,
     ranks_per_node,
 )
@@ -37,17 +38,18 @@ def test_launcher_variables() -> None:
 
 
 def test_default_group_is_data_parallel_ranks_of_a_node() -> None:
-    assert default_group_size(range(8), 4) == 4
-    assert default_group_size([0, 2, 4, 6, 8, 10], 4) == 2  # two-way tensor parallelism on nodes of four
-    assert default_group_size([1, 9, 17], 8) == 1
-    assert default_group_size([3], None) == 1
+    nodes = nodes_of_ranks([4] * 12)
+    assert default_group_size(range(8), nodes) == 4
+    assert default_group_size(range(0, 12, 2), nodes) == 2  # two-way tensor parallelism on nodes of four
+    assert default_group_size([1, 5, 9], nodes) == 1
+    assert default_group_size(range(6), nodes_of_ranks([4, 4, 4, 4, 2, 2])) == 2
+    assert default_group_size(range(20), nodes_of_ranks([12] * 12 + [8] * 8)) == 4
 
 
-def test_default_refuses_unequal_or_unknown_nodes() -> None:
-    with pytest.raises(ValueError, match=r"nodes of 4 processes.*6 data-parallel ranks: \[4, 2\].*paro_group_size"):
-        default_group_size(range(6), 4)
-    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE, LOCAL_SIZE is set. Set .*paro_group_size"):
-        default_group_size(range(6), None)
+def test_default_refuses_unknown_nodes() -> None:
+    for sizes in ([0] * 6, [4, 4, 4, 2, 2, 2], [4, 4, 4, 4, 0, 0]):
+        with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE, LOCAL_SIZE have it.*Set .*paro_group_size"):
+            nodes_of_ranks(sizes)
 
 
 def test_ranks_of_groups() -> None:
@@ -163,23 +165,28 @@ def timeout_case() -> list[float]:
     return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
 
 
+@with_cases("sizes, found", ("1222", "1, 2"), ("    ", "not set"))
+def test_contradicting_node_sizes_are_refused(ranks: Any, sizes: str, found: str) -> None:
+    for error in ranks(4).run_expect_error(nodes_case, sizes):
+        assert error.type == "ValueError" and re.search(rf"{found}\. Set .*paro_group_size", error.message), error
+
+
 @with_cases(
-    "sizes, message",
-    ("1122", r"sizes.*\[1, 2\].*Start the same number of ranks on every node, or set .*a divisor of 4"),
-    ("    ", "LOCAL_WORLD_SIZE, LOCAL_SIZE is"),
-    ("444422", "Set zero_optimization.paro_group_size to 2, the largest size with which no group spans two nodes"),
+    "sizes, group_size, cost", ("1122", 1, "so I means N"), ("211", 1, "1, 2, 1"), ("444422", 2, "2 times the")
 )
-def test_different_node_sizes_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
-    for error in ranks(len(sizes)).run_expect_error(nodes_case, sizes):
-        assert error.type == "ValueError" and re.search(message, error.message), error
+def test_uneven_nodes_have_the_greatest_common_divisor(ranks: Any, sizes: str, group_size: int, cost: str) -> None:
+    (found, lines), *others = ranks(len(sizes)).run(nodes_case, sizes)
+    assert found == group_size and all(other == (found, []) for other in others)
+    assert len(lines) == 1 and "greatest common divisor" in lines[0] and cost in lines[0]
 
 
-def nodes_case(sizes: str) -> None:
-    """Give each rank another node size, as on nodes with different numbers of devices."""
+def nodes_case(sizes: str) -> tuple[int, list[str]]:
+    """Give each rank another node size, as on nodes with different numbers of devices; return the groups' size, and
+    what is logged."""
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_SIZE"] = sizes[dist.get_rank()], ""
-    host = 0 if len(sizes) == 4 else int(sizes[dist.get_rank()])
-    with mock.patch.object(process_groups, "_host", lambda: host):
-        get_topology(None)
+    with logged() as lines, mock.patch.object(process_groups, "_host", lambda: int(sizes[dist.get_rank()])):
+        size = get_topology(None).sizes.group_size
+    return size, [line for _, line in lines]
 
 
 def test_groups_are_destroyed_with_their_parent(ranks: Any) -> None:

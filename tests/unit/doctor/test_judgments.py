@@ -43,8 +43,8 @@ def test_groups_and_the_order_of_ranks() -> None:
     assert "ZeRO-1" in groups(group_size=1)["groups"].found
     assert "one of [1, 2, 4]" in groups(group_size=3)["groups"].found
     judged = bad(checks.GROUPS, {"per_node": 3}, {"per_node": 1}, hosts="aaab")
-    assert "b has rank 3" in judged["hosts"].found and judged["groups"].level == Level.WRONG
-    assert "3 on ranks 0-2; 1 on rank 3" in judged["groups"].found
+    assert "b has rank 3" in judged["hosts"].found and "so I means N" in judged["hosts"].advice
+    assert "4 of 1" in judged["groups"].found
     assert "nothing on ranks 0-3" in bad(checks.GROUPS, {"per_node": None})["groups"].found
 
 

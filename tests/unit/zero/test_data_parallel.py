@@ -3,6 +3,7 @@
 """The ranks over which strategies shard and reduce with tensor and sequence parallelism: as with stock, or refused."""
 
 import contextlib
+import os
 from typing import Any
 from unittest import mock
 
@@ -47,28 +48,36 @@ def train(engine: Any, steps: int = 2) -> Any:
     return weights
 
 
-def differences(strategy: str, **how: Any) -> tuple[float, float]:
+def differences(strategy: str, uneven: bool = False, **how: Any) -> tuple[float, float]:
     """Return the distance of weights from the weights of stock's stage, and from the first rank's weights."""
     stock = train(make_engine({"stage": STRATEGIES[strategy].stage}, **how))
-    ours = train(make_engine({"paro_strategy": strategy, "paro_group_size": 2}, **how))
+    ours = train(make_engine({"paro_strategy": strategy, **({} if uneven else {"paro_group_size": 2})}, **how))
     first = ours.clone()
     dist.broadcast(first, 0)
     return (ours - stock).abs().max().item(), (ours - first).abs().max().item()
 
 
-@with_cases("strategy, beside", ("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis"))
-def test_sequence_parallel_ranks_form_one_replica(ranks: Any, strategy: str, beside: str) -> None:
-    for from_stock, from_first in ranks(4).run(sequence_parallel_case, strategy, beside):
+@with_cases(
+    "strategy, beside",
+    *(("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis")),
+    *((name, "uneven nodes") for name in ("NIG", "IIG", "III")),
+)
+def test_weights_equal_those_of_stock(ranks: Any, strategy: str, beside: str) -> None:
+    for from_stock, from_first in ranks(6 if "nodes" in beside else 4).run(parallelism_case, strategy, beside):
         assert from_stock < 1e-6 and from_first == 0
 
 
-def sequence_parallel_case(strategy: str, parallelism: str) -> tuple[float, float]:
-    """See ``differences``. Sequences are shared by ranks 0 and 1 and by ranks 2 and 3, by all ranks, or by none."""
+def parallelism_case(strategy: str, parallelism: str) -> tuple[float, float]:
+    """See ``differences``. Sequences are shared by ranks 0 and 1 and by ranks 2 and 3, by all ranks, or by none; or
+    nodes have 4 and 2 ranks."""
     if parallelism == "mpu":
         parallel_state_sp.initialize_sequence_parallel(2)
         return differences(strategy, more_config={"sequence_parallel_size": 2}, mpu=parallel_state_sp, zero_init=True)
     if parallelism == "size alone":  # as HF Trainer writes it; its model is made before there is an mpu
         return differences(strategy, more_config={"sequence_parallel_size": 4}, zero_init=True)
+    if parallelism == "uneven nodes":
+        os.environ["LOCAL_WORLD_SIZE"] = "444422"[dist.get_rank()]
+        return differences(strategy, uneven=True, more_config={})
     return differences(strategy, more_config={"data_parallel_size": 4, "sequence_parallel_size": 1})
 
 
