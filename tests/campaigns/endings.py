@@ -166,9 +166,8 @@ def train(case: Case, rank: int, saves: Path) -> None:
         **({"checkpoint": {"async_save": True}} if case.save else {}),
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    last = 2
-    for step in range(last + 1):
-        if step == last:
+    for step in range(3):
+        if step == 2:
             if rank == case.late_rank:
                 _delay(optimizer, case.late, case.kind.startswith("killed late"))
             _end_early(case, rank)

@@ -145,12 +145,10 @@ def evaluated(engine: Any, model: Any) -> list[float]:
 
     model.eval()
     with torch.no_grad():
-        ids = torch.arange(2, 2 + TOKENS)[None]
+        ids, rank = torch.arange(2, 2 + TOKENS)[None], dist.get_rank()
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss.item()
-        prompt = torch.arange(2, 6 + dist.get_rank())[None]
-        tokens = model.generate(
-            prompt, do_sample=False, synced_gpus=True, max_new_tokens=3 + dist.get_rank(), eos_token_id=None
-        )
+        prompt = torch.arange(2, 6 + rank)[None]
+        tokens = model.generate(prompt, do_sample=False, synced_gpus=True, max_new_tokens=3 + rank, eos_token_id=None)
     model.train()
     return [loss, *(float(token) / 61 for token in tokens[0])]
 
@@ -256,11 +254,8 @@ def run(name: str, trial: str, zero: dict[str, Any], autoep: bool) -> Run:
         keys["optimizer"] = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
     optimizer = None if autoep else torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     provided = {"model_parameters": trained} if autoep else {"optimizer": optimizer}
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        config=keys | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
-        **provided,
-    )
+    keys |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    engine, *_ = deepspeed.initialize(model=model, config=keys, **provided)
     generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
     for _ in range(STEPS):
         ids = done.inputs(torch.randint(kind.keys["vocab_size"], (2, TOKENS), generator=generator))

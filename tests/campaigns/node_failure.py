@@ -89,9 +89,7 @@ class Run:
             "checkpoint": {"load_universal": True, **aside},
             "steps_per_print": 1_000_000,
         }
-        self.engine, *_ = deepspeed.initialize(
-            model=self._model, model_parameters=self._model.parameters(), config=config
-        )
+        self.engine, *_ = deepspeed.initialize(model=self._model, config=config)
         self.report("started", strategy=self.engine.optimizer.strategy.name)
 
     def report(self, event: str, by_any: bool = False, **fields: Any) -> None:

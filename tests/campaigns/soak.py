@@ -91,8 +91,7 @@ def run_soak(case: Case, steps: int, seed: int) -> tuple[list[Sample], bool]:
             event = _event(chance, number)
             EVENTS[event.name](run, event.value)
         overflow = ((0, chance.randrange(case.world)),) if case.dtype == "fp16" and chance.random() < 0.02 else ()
-        early = chance.random() < 0.1
-        run.step(Step(micro_steps=1 if early else case.accumulation, overflow=overflow))
+        run.step(Step(micro_steps=1 if chance.random() < 0.1 else case.accumulation, overflow=overflow))
         if number % ANEW == 0:
             finite = finite and all(math.isfinite(loss.item()) for loss in run.losses)
             run.losses.clear()

@@ -49,9 +49,7 @@ def main() -> int:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
         left_out = [*(f"--ignore=tests/unit/{name}" for name in OF_SOURCES), f"--deselect={_FROZEN}"]
-        return run(
-            python, "pytest", "-m", "quick and not deep", "-n2", "-p", "no:cacheprovider", *left_out, folder=folder
-        )
+        return run(python, "pytest", "-m", "quick and not deep", "-n2", "-pno:cacheprovider", *left_out, folder=folder)
 
 
 if __name__ == "__main__":

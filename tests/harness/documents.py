@@ -79,11 +79,9 @@ def sections_in(one: Page) -> list[dict[str, Any]]:
         section = json.loads(quoted)
         results.append(section if "zero_optimization" in section else {"zero_optimization": section})
     for quoted in re.findall(r"`(\"\w+\": [^`]*)`", one.prose()):
-        key = quoted.split('"')[1]
         written = json.loads(f"{{{quoted}}}")
-        results.append(
-            written if key in ("checkpoint", "optimizer", "zero_optimization") else {"zero_optimization": written}
-        )
+        outside = written.keys() & {"checkpoint", "optimizer", "zero_optimization"}
+        results.append(written if outside else {"zero_optimization": written})
     return results
 
 

@@ -269,13 +269,9 @@ class Normed(Network):
 
 def make_partly_frozen(zero: dict[str, Any], config: dict[str, Any], zero_init: bool = False) -> Any:
     """Return an engine of a layer of 6000 parameters, and one of 4000 that is frozen."""
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_force_ds_cpu_optimizer": False,
-        **config,
-    }
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
+    settings = {"zero_optimization": zero, "optimizer": optimizer, "zero_force_ds_cpu_optimizer": False}
+    settings |= {"train_micro_batch_size_per_gpu": 1, **config}
     with deepspeed.zero.Init(config_dict_or_path=settings, enabled=zero_init):
         model = nn.Sequential(nn.Linear(100, 60, bias=False), nn.Linear(80, 50, bias=False))
     model[1].requires_grad_(False)

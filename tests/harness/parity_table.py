@@ -28,14 +28,22 @@ BOUNDS["fp16"] = {"weights": 1e-3, "losses": 1e-3, "norms": 2e-3}
 FEW = {"norms": 2e-2}  # of few elements, rounding does not average out: stages 1 and 2 of stock differ by 1e-2
 
 
-def key(name: str, default: str, **values: dict[str, Any]) -> Option:
-    """Return an option with a default that changes nothing, and other values that change keys of zero_optimization."""
-    return Option(name, {default: {}, **{value: {"zero": keys} for value, keys in values.items()}})
+def key(name: str, default: str, of: str = "zero", **values: dict[str, Any]) -> Option:
+    """Return an option with a default that changes nothing, and other values that change keys of zero_optimization, or
+    of the configuration."""
+    return Option(name, {default: {}, **{value: {of: keys} for value, keys in values.items()}})
+
+
+def sized(name: str, sizes: dict[str, int], *keys: str) -> Option:
+    """Return an option whose values set keys of zero_optimization to a size."""
+    return Option(name, {value: {"zero": dict.fromkeys(keys, size)} for value, size in sizes.items()})
 
 
 # Nothing divides; and fewer elements than ranks.
 SIZES = {"square": (13, 29, 29, 29, 7), "tiny": (3, 1, 1, 1, 2), "wide": (41, 17, 17, 17, 1)}
 DTYPES = ("fp32", "bf16", "autocast", "fp16")
+HOST = {"zero": {"offload_optimizer": {"device": "cpu"}}, "config": {"zero_force_ds_cpu_optimizer": False}}
+PREDIVIDED = {"gradient_predivide_factor": 2.0}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 COMMON = (
     # Several groups of several ranks, three, one of all, and one for each rank.
@@ -56,23 +64,10 @@ COMMON = (
     key("overlap", "waits", overlap={"overlap_comm": True}),  # reduction beside the backward
     key("contiguous", "contiguous", scattered={"contiguous_gradients": False}),  # gradients in one buffer
     # Several buckets, or one.
-    Option(
-        "buckets",
-        {
-            "buckets": {"zero": {"reduce_bucket_size": 600, "allgather_bucket_size": 600}},
-            "1bucket": {"zero": {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}},
-        },
-    ),
+    sized("buckets", {"buckets": 600, "1bucket": 10**6}, "reduce_bucket_size", "allgather_bucket_size"),
     key("scatter", "reducescatter", allreduce={"reduce_scatter": False}),  # how buckets are reduced
     # When gradients are divided.
-    Option(
-        "scaling",
-        {
-            "after": {},
-            "prescale": {"config": {"prescale_gradients": True}},
-            "predivide": {"config": {"gradient_predivide_factor": 2.0}},
-        },
-    ),
+    key("scaling", "after", "config", prescale={"prescale_gradients": True}, predivide=PREDIVIDED),
     # Who says that a step is complete.
     Option("boundary", {"engine": {}, "user": {"boundary": "user"}, "step": {"boundary": "step"}}),
     Option("coalesced", {"each": {}, "coalesced": {"boundary": "coalesce"}}),  # reduction once behind all micro-steps
@@ -80,16 +75,7 @@ COMMON = (
     # Activations.
     Option("recomputed", {"kept": {}, "recomputed": {"checkpointing": False}, "reentrant": {"checkpointing": True}}),
     # States of the optimizer on the host.
-    Option(
-        "offload",
-        {
-            "device": {},
-            "host": {
-                "zero": {"offload_optimizer": {"device": "cpu"}},
-                "config": {"zero_force_ds_cpu_optimizer": False},
-            },
-        },
-    ),
+    Option("offload", {"device": {}, "host": HOST}),
     # Messages as on nccl, and memory that is NaN until it is written.
     Option("memory", {"gloo": {}, "nan": {"nan": True}}),
 )
@@ -102,35 +88,17 @@ OF_REPLICATED = (
     key("alignment", "packed", aligned={"parameter_alignment": True}),  # of parameters in shards
     key("updates", "gathered", overlapped={"paro_overlap_updates": True}),  # under the next forward
 )
+MIXTURE = {"network": "Mixture", "empty": False}
+PREFETCH = "stage3_prefetch_bucket_size"
 OF_PARTITIONED = (
     # Shared weights, and weights of other modules; experts of which each rank uses others.
-    Option(
-        "network",
-        {
-            "blocks": {"network": "Blocks"},
-            "tangled": {"network": "Tangled"},
-            "mixture": {"network": "Mixture", "empty": False},
-        },
-    ),
+    Option("network", {"blocks": {"network": "Blocks"}, "tangled": {"network": "Tangled"}, "mixture": MIXTURE}),
     # Parameters that stay gathered.
-    Option(
-        "persistent",
-        {
-            name: {"zero": {"stage3_param_persistence_threshold": size}}
-            for name, size in (("none", 0), ("some", 100), ("all", 10**6))
-        },
-    ),
+    sized("persistent", {"none": 0, "some": 100, "all": 10**6}, "stage3_param_persistence_threshold"),
     # Sub-groups of the optimizer.
-    Option(
-        "subgroups", {"subgroups": {"zero": {"sub_group_size": 300}}, "1subgroup": {"zero": {"sub_group_size": 10**9}}}
-    ),
+    sized("subgroups", {"subgroups": 300, "1subgroup": 10**9}, "sub_group_size"),
     # Prefetch of parameters: as configured, none, or short.
-    key(
-        "prefetch",
-        "prefetch",
-        noprefetch={"stage3_prefetch_bucket_size": 0},
-        shortprefetch={"stage3_prefetch_bucket_size": 400},
-    ),
+    key("prefetch", "prefetch", noprefetch={PREFETCH: 0}, shortprefetch={PREFETCH: 400}),
     key("live", "live", notlive={"stage3_max_live_parameters": 1}),  # parameters at most
     key("reuse", "reuse", noreuse={"stage3_max_reuse_distance": 0}),  # of gathered parameters
     key("gathers", "together", sequential={"stage3_allgather_sequential": True}),  # of modules

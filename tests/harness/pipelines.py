@@ -220,14 +220,9 @@ def make_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Any
         activation_checkpoint_interval=abs(pipe.checkpointing),
         checkpointable_layers=["Middle"] if pipe.checkpointing > 0 else None,
     )
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        model_parameters=[
-            {"name": str(number), **group}  # by name, for DeepSpeed divides groups with experts
-            for number, group in enumerate(groups_of(list(module.parameters()), pipe.groups))
-        ],
-        config=configuration(pipe, zero),
-    )
+    groups = groups_of(list(module.parameters()), pipe.groups)
+    named = [{"name": str(at), **group} for at, group in enumerate(groups)]  # as DeepSpeed divides groups with experts
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=named, config=configuration(pipe, zero))
     return engine
 
 

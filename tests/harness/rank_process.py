@@ -279,13 +279,8 @@ def _begin_case(slot: RankSlot, state: _ProcessState, case: int, world_size: int
     os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, LOCAL_SIZE=size)
     random.seed(0)
     torch.manual_seed(0)
-    deepspeed.init_distributed(
-        dist_backend="gloo",
-        timeout=_GROUP_TIMEOUT,
-        init_method=f"file://{slot.workdir}/case{case}",
-        rank=slot.rank,
-        world_size=world_size,
-    )
+    url = f"file://{slot.workdir}/case{case}"
+    deepspeed.init_distributed("gloo", timeout=_GROUP_TIMEOUT, init_method=url, rank=slot.rank, world_size=world_size)
 
 
 def _answer(payload: bytes, begin: Callable[[], None], record: Recorder | None) -> bytes:

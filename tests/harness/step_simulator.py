@@ -139,8 +139,7 @@ class _Tasks:
         arrived = self._updates()
         before: list[int] = []
         for number in range(self._micro_steps):
-            last = number + 1 == self._micro_steps
-            before = self._micro_step(before, arrived, last)
+            before = self._micro_step(before, arrived, last=number + 1 == self._micro_steps)
             arrived = [[] for _ in range(self._layers)]
         self._line.add(COMPUTE, self._step.update, self._exchange(before), UPDATE)
         return self._line.usage()

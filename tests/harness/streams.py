@@ -52,13 +52,9 @@ class Memory:
 
     def add(self, access: Access) -> tuple[int, list[Access]]:
         """Note an access; how many before it, on other streams, it must not run beside, and those that it may."""
-        conflicting = [
-            other
-            for other in self.accesses
-            if access.stream is not other.stream
-            and (access.writes or other.writes)
-            and _overlap(access.spans, other.spans)
-        ]
+        others = [other for other in self.accesses if access.stream is not other.stream]
+        others = [other for other in others if access.writes or other.writes]
+        conflicting = [other for other in others if _overlap(access.spans, other.spans)]
         self.accesses = [other for other in self.accesses if not _replaces(access, other)]
         self.accesses.append(access)
         self.last[access.stream.number] = access

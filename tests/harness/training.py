@@ -203,12 +203,9 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
     with init:
         model = (job.network or Network)(job.sizes, job.checkpointing, job.empty)
     model.unused_as_zeros = job.unused_as_zeros
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=parameter_groups(model, job),
-        config=configuration(job, zero),
-        mpu=ModelParallelUnit(job.tensor_parallel) if job.tensor_parallel > 1 else None,
-    )
+    groups = parameter_groups(model, job)
+    mpu = ModelParallelUnit(job.tensor_parallel) if job.tensor_parallel > 1 else None
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=configuration(job, zero), mpu=mpu)
     return engine, model
 
 

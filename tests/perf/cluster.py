@@ -61,14 +61,7 @@ MEASUREMENTS = {  # by option or model: where its class is
     "pipeline": "pipelines.PipelineMeasurement",
 }
 OPTIONS = (
-    "--overlap",
-    "--paper",
-    "--network",
-    "--collectives",
-    "--offload",
-    "--outer",
-    "--save",
-    "--record",
+    *("--overlap", "--paper", "--network", "--collectives", "--offload", "--outer", "--save", "--record"),
     "--what-if",
 )
 

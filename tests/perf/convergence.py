@@ -302,9 +302,7 @@ def parse_arguments() -> argparse.Namespace:
     for option in ("--optimizers", "--methods"):
         parser.add_argument(option, nargs="+", type=plain_name, metavar="NAME")
     parser.add_argument("--runs", type=Path, help="folder of the files of runs; runs that are there are not repeated")
-    parser.add_argument(
-        "--weights", type=Path, help="folder for the last weights of each run with all of them (p = N)"
-    )
+    parser.add_argument("--weights", type=Path, help="folder for last weights of each run with all of them (p = N)")
     parser.add_argument("--start", type=Path, help="file with first weights, for tuning")
     parser.add_argument("--csv", type=Path, help="append rows here")
     args = parser.parse_args()

@@ -182,9 +182,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="numbers of ranks")
-    parser.add_argument(
-        "--methods", nargs="+", type=plain_name, default=METHODS, help="strategies, and stages 1, 2, 3"
-    )
+    parser.add_argument("--methods", nargs="+", type=plain_name, default=METHODS, help="strategies and stages 1, 2, 3")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--modules", type=int, help="of a deeper model, about; by default, a narrow 7B Llama")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken")

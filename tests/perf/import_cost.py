@@ -28,16 +28,12 @@ METHODS = {
     "with the package": {},
     "with it, switched off": {"DEEPSPEED_EXT_DISABLE": "1"},
 }
-OURS = (
-    "import time, torch; start = time.perf_counter(); import deepspeed_ext; print(1e3 * (time.perf_counter() - start))"
-)
+OURS = "import time, torch; t = time.perf_counter(); import deepspeed_ext; print(1e3 * (time.perf_counter() - t))"
 
 
 def run(code: str, environment: dict[str, str]) -> str:
-    variables = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
-    ).stdout
+    env = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
 
 
 def milliseconds_of_torch(environment: dict[str, str]) -> float:

@@ -201,12 +201,8 @@ def rows_of(reports_by_case: Found, args: argparse.Namespace) -> list[dict[str, 
         row: dict[str, Any] = {
             key: getattr(args, key) for key in ("layers", "experts", "packed", "rounds", "steps", "ranks")
         }
-        row |= {
-            "case": name,
-            "milliseconds_median": median,
-            "milliseconds_quartile_1": low,
-            "milliseconds_quartile_3": high,
-        }
+        row |= {"case": name, "milliseconds_median": median}
+        row |= {"milliseconds_quartile_1": low, "milliseconds_quartile_3": high}
         row |= {"overhead_milliseconds": median - plain, "of_stock": (median - plain) / (stock - plain)}
         row |= {key: reports[0][key] for key in ("hooks", "operators")}
         rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})

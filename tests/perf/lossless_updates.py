@@ -63,9 +63,7 @@ def ordinal(numbers: Tensor) -> Tensor:
     return torch.where(bits < 0, -(bits & 0x7FFF) - 1, bits)
 
 
-def train(
-    rate: float, steps: int, corpus: Tensor, weights: list[Tensor]
-) -> tuple[list[Tensor], list[dict[str, float]]]:
+def train(rate: float, steps: int, text: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], list[dict[str, float]]]:
     """Train from given weights, or from random ones; return the masters, and the sizes of each step."""
     torch.manual_seed(0)
     model = ByteGPT(**MODEL)
@@ -77,8 +75,8 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     generator, length, step_sizes = torch.Generator().manual_seed(0), MODEL["sequence_length"], []
     for _ in trange(steps, desc=f"{rate:g}"):
-        starts = torch.randint(len(corpus) - length, (ROWS, 1), generator=generator)
-        rows = corpus[starts + torch.arange(length + 1)].long()
+        starts = torch.randint(len(text) - length, (ROWS, 1), generator=generator)
+        rows = text[starts + torch.arange(length + 1)].long()
         model(rows[:, :-1], rows[:, 1:]).backward()
         for master, parameter in zip(masters, model.parameters(), strict=True):
             assert parameter.grad is not None

@@ -104,8 +104,7 @@ def main() -> None:
     for (campaign, plain), host_costs in costs.items():
         values = ", ".join(f"{name} {value:.2g}" for name, value in asdict(host_costs).items())
         print(f"{campaign}, {'plain stages' if plain else 'strategies'}, seconds: {values}")
-    used = sum(map(is_calibration, predicted))
-    print(f"\nfitted to {used} rows, which are left out of what follows\n")
+    print(f"\nfitted to {sum(map(is_calibration, predicted))} rows, which are left out of what follows\n")
     seconds = [(case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting])) for case in predicted]
     errors = [
         (case, predicted_seconds / case.row.median - 1)

@@ -100,9 +100,8 @@ def test_the_tables_of_strategies_are_the_code() -> None:
     n, m, s, psi = 12, 4, 5, 1000
     sizes, states = GroupSizes(n, m), ModelStates.of(psi)
     names = {"n": n, "m": m, "s": s, "P": psi, "M": 2 * psi, "a": (m - 1) / m, "b": (n // m - 1) / n}
-    formulas = {
-        row[0].split(",")[0].replace("-", ""): row[1:] for row in one.section("## Memory and bytes").rows("strategy")
-    }
+    rows = one.section("## Memory and bytes").rows("strategy")
+    formulas = {row[0].split(",")[0].replace("-", ""): row[1:] for row in rows}
     assert set(formulas) == set(STRATEGIES)
     for name, (memory, intra, inter) in formulas.items():
         strategy = STRATEGIES[name]

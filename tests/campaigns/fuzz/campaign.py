@@ -110,17 +110,10 @@ class Campaign:
             smallest = Failure(case, problems)
             raise _Failed(cause)
 
-        run = hypothesis.seed(self._seed * 100_000 + batch)(
-            settings(
-                max_examples=number,
-                database=None,
-                deadline=None,
-                phases=(Phase.generate, Phase.shrink),
-                suppress_health_check=list(HealthCheck),
-                report_multiple_bugs=False,
-                print_blob=False,
-            )(hypothesis.given(of_kind(kind, self._worlds))(check))
-        )
+        options: dict[str, Any] = {"max_examples": number, "database": None, "deadline": None, "print_blob": False}
+        options |= {"phases": (Phase.generate, Phase.shrink), "suppress_health_check": list(HealthCheck)}
+        drawn = settings(**options, report_multiple_bugs=False)(hypothesis.given(of_kind(kind, self._worlds))(check))
+        run = hypothesis.seed(self._seed * 100_000 + batch)(drawn)
         with contextlib.suppress(_Failed, hypothesis.errors.Flaky):
             run()
         if smallest is not None:

@@ -14,14 +14,9 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed import utils
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_local_fp32_param,
-)
 
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from tests.campaigns.fuzz.run import Run
@@ -153,14 +148,14 @@ def change_frozen(run: Run, value: float) -> None:
 
 def change_weights(run: Run, value: float) -> None:
     param = max((p for p in run.model.parameters() if p.requires_grad), key=training_size)
-    changed = safe_get_full_fp32_param(param) * value
+    changed = utils.safe_get_full_fp32_param(param) * value
     if run.ours or not hasattr(param, "ds_tensor"):
-        safe_set_full_fp32_param(param, changed)
+        utils.safe_set_full_fp32_param(param, changed)
         return
     # Stock's stage 3 reads beyond the end of a parameter that ranks do not divide: its last rank raises, others wait.
     retained, group = param.ds_tensor.numel(), param.ds_process_group
     padded = torch.nn.functional.pad(changed.flatten(), (0, retained * dist.get_world_size(group) - changed.numel()))
-    safe_set_local_fp32_param(param, padded[retained * dist.get_rank(group) :][:retained])
+    utils.safe_set_local_fp32_param(param, padded[retained * dist.get_rank(group) :][:retained])
 
 
 def training_size(param: Any) -> int:
@@ -181,7 +176,7 @@ def read_states(run: Run, value: int) -> None:
         param = trained[value % len(trained)]
         by_momentum = run.job.optimizer == "SGD" or getattr(param, "use_muon", False)
         name = "momentum_buffer" if by_momentum else "exp_avg"
-        weights, moment = safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, name)
+        weights, moment = utils.safe_get_full_fp32_param(param), utils.safe_get_full_optimizer_state(param, name)
         run.seen += [weights.float().abs().sum(), moment.float().abs().sum()]
         if not run.case.lossy:  # else the optimizer's weights have what has not yet been sent
             with deepspeed.zero.GatheredParameters([param]):

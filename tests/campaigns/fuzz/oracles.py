@@ -16,7 +16,6 @@ OF_PIPELINES = ("reduce_bucket_size", "allgather_bucket_size")
 class Fault(NamedTuple):
     """A fault of DeepSpeed 0.19.8."""
 
-    what: str  # in a sentence
     stages: tuple[int, ...]  # the stages that have it
     found: Callable[[Case], Any]  # whether a case meets it
     # Keys of the configuration, or of zero_optimization, without which it does not happen, and which change no numbers
@@ -43,79 +42,38 @@ def _accumulates_muon_wider(case: Case) -> bool:
 
 
 FAULTS: tuple[Fault, ...] = (
+    # With an optimizer on the host, gradients of a parameter that the last micro-step does not use are lost, of one
+    # that a step does not use they stay, and of a step that overflows they are added to the next one's.
+    Fault((1, 2, 3), lambda case: "offload_optimizer" in case.zero, ("offload_optimizer",)),
+    # With round_robin_gradients, safe_get_full_... and universal checkpoints have weights of other parameters.
+    Fault((1, 2), lambda case: case.zero.get("round_robin_gradients"), ("round_robin_gradients",)),
+    # With contiguous_gradients false, norms of models with experts are others.
     Fault(
-        "With an optimizer on the host, gradients of a parameter that the last micro-step does not use are lost, of "
-        "one that a step does not use they stay, and of a step that overflows they are added to the next one's.",
-        (1, 2, 3),
-        lambda case: "offload_optimizer" in case.zero,
-        ("offload_optimizer",),
+        (1, 2), lambda case: case.network and case.zero.get("contiguous_gradients") is False, ("contiguous_gradients",)
     ),
+    # With overlap_comm, a parameter that the last micro-step does not use steps with this rank's own gradient.
+    Fault((1,), lambda case: case.zero.get("overlap_comm") and _rests(case, -1), ("overlap_comm",)),
+    # Of a parameter that the first micro-step of a step does not use, the gradient of the step before stays.
+    Fault((3,), lambda case: _rests(case, 0)),
+    # With reduce_scatter false, gradients stay divided by gradient_predivide_factor.
+    Fault((3,), lambda case: case.config.get("gradient_predivide_factor", 1.0) != 1.0),
+    # With a granularity threshold, the whole model may be a leaf module, and where its inputs need no gradients its
+    # backward raises; with small buckets and coalesce_grad_reduction, gradients of leaf modules are others.
     Fault(
-        "With round_robin_gradients, safe_get_full_... and universal checkpoints have weights of other parameters.",
-        (1, 2),
-        lambda case: case.zero.get("round_robin_gradients"),
-        ("round_robin_gradients",),
+        (3,), lambda case: "stage3_module_granularity_threshold" in case.zero, ("stage3_module_granularity_threshold",)
     ),
-    Fault(
-        "With contiguous_gradients false, norms of models with experts are others.",
-        (1, 2),
-        lambda case: case.network and case.zero.get("contiguous_gradients") is False,
-        ("contiguous_gradients",),
-    ),
-    Fault(
-        "With overlap_comm, a parameter that the last micro-step does not use steps with this rank's own gradient.",
-        (1,),
-        lambda case: case.zero.get("overlap_comm") and _rests(case, -1),
-        ("overlap_comm",),
-    ),
-    Fault(
-        "Of a parameter that the first micro-step of a step does not use, the gradient of the step before stays.",
-        (3,),
-        lambda case: _rests(case, 0),
-    ),
-    Fault(
-        "With reduce_scatter false, gradients stay divided by gradient_predivide_factor.",
-        (3,),
-        lambda case: case.config.get("gradient_predivide_factor", 1.0) != 1.0,
-    ),
-    Fault(
-        "With a granularity threshold, the whole model may be a leaf module, and where its inputs need no gradients "
-        "its backward raises; with small buckets and coalesce_grad_reduction, gradients of leaf modules are others.",
-        (3,),
-        lambda case: "stage3_module_granularity_threshold" in case.zero,
-        ("stage3_module_granularity_threshold",),
-    ),
-    Fault(
-        "With grad_accum_dtype fp32 and parameters of 16 bits, Muon's updates are others, by half a percent and more.",
-        (2,),
-        _accumulates_muon_wider,
-    ),
-    Fault(
-        "With grad_accum_dtype fp32 and parameters of 16 bits, norms of Muon's updates are of a part of them.",
-        (1,),
-        _accumulates_muon_wider,
-        ("data_types",),
-    ),
-    Fault(
-        "With Muon and a loss scale, norms are divided by it on a rank that has no part of the matrices.",
-        (1, 2),
-        lambda case: case.optimizer == "Muon" and case.dtype == "fp16",
-    ),
-    Fault(
-        "With Muon and fp16, its updates are others.",
-        (0,),
-        lambda case: case.optimizer == "Muon" and case.dtype == "fp16",
-    ),
-    Fault(
-        "With Muon, it clips gradients; stages 1 to 3 clip updates.",
-        (0,),
-        lambda case: case.optimizer == "Muon" and case.clipping,
-    ),
-    Fault(
-        "All ranks must use the same parameters; else it aborts, or hangs.",
-        (1, 2),
-        lambda case: case.routed and any(block.kind == "experts" for block in case.blocks),
-    ),
+    # With grad_accum_dtype fp32 and parameters of 16 bits, Muon's updates are others, by half a percent and more.
+    Fault((2,), _accumulates_muon_wider),
+    # With grad_accum_dtype fp32 and parameters of 16 bits, norms of Muon's updates are of a part of them.
+    Fault((1,), _accumulates_muon_wider, ("data_types",)),
+    # With Muon and a loss scale, norms are divided by it on a rank that has no part of the matrices.
+    Fault((1, 2), lambda case: case.optimizer == "Muon" and case.dtype == "fp16"),
+    # With Muon and fp16, its updates are others.
+    Fault((0,), lambda case: case.optimizer == "Muon" and case.dtype == "fp16"),
+    # With Muon, it clips gradients; stages 1 to 3 clip updates.
+    Fault((0,), lambda case: case.optimizer == "Muon" and case.clipping),
+    # All ranks must use the same parameters; else it aborts, or hangs.
+    Fault((1, 2), lambda case: case.routed and any(block.kind == "experts" for block in case.blocks)),
 )
 
 

@@ -63,8 +63,7 @@ def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> Non
     """Append the verdicts on all claims to the table, and say in the README of a root how many hold; ValueError if
     that has no line of the status. ``about`` has date, device, versions and commit."""
     table, readme = root / TABLE, root / "README.md"
-    summary = sentence(about, found)
-    text, count = _LINE.subn(lambda line: f"{line[1]}{summary}.", readme.read_text(encoding="utf-8"))
+    text, count = _LINE.subn(lambda line: f"{line[1]}{sentence(about, found)}.", readme.read_text(encoding="utf-8"))
     if count != 1:
         raise ValueError(f"expected one line of the status in {readme}, got {count}")
     fresh = not table.exists()

@@ -103,6 +103,5 @@ def _resumed(setup: Any, kind: str, optimizer: str, names: Sequence[str]) -> Non
 def _few_bits(setup: Any, kind: str, names: Sequence[str]) -> None:
     for row in few_bits_case(kind, tuple(names)):
         setup.report.figure(row.strategy, [row.weights, row.losses])
-        setup.report.check(
-            row.strategy, row.replicas_equal and row.weights < EIGHT_BITS and 0 < row.losses < EIGHT_BITS
-        )
+        near = row.weights < EIGHT_BITS and 0 < row.losses < EIGHT_BITS
+        setup.report.check(row.strategy, row.replicas_equal and near)

@@ -42,8 +42,7 @@ def bits(setup: Any) -> None:
         results = Path(folder) / "results.xml"
         tests = str(ROOT / "tests" / "unit" / "loco" / "test_cuda_kernels.py")
         options = ["-m", "gpu", "-n", "4", "-p", "no:cacheprovider", f"--junitxml={results}"]  # -n: one may crash
-        command = [sys.executable, "-m", "pytest", *options]
-        status = subprocess.run([*command, tests], cwd=ROOT, check=False).returncode
+        status = subprocess.run([sys.executable, "-m", "pytest", *options, tests], cwd=ROOT, check=False).returncode
         counts, broken = outcomes_of(results)
     setup.report.figure("tests", counts)
     if broken:

@@ -149,13 +149,8 @@ def _share_gpu(rank: int, setup: Any, folder: str, run: Callable[[Any], None]) -
     torch.set_num_threads(1)
     if setup.cuda:
         torch.cuda.set_device(0)
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:gloo",
-        init_method=f"file://{Path(folder) / 'meeting'}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=_TIMEOUT,
-    )
+    common: dict[str, Any] = {"init_method": f"file://{Path(folder) / 'meeting'}", "timeout": _TIMEOUT}
+    torch.distributed.init_process_group("cpu:gloo,cuda:gloo", rank=rank, world_size=RANKS, **common)
     deepspeed.init_distributed()
     with batches_on(setup):
         run(setup)

@@ -151,9 +151,8 @@ def _hops_alone(setup: Any) -> None:
     for title, start in cases.items():
         before = _peak(setup)
         for waits in (1, 3):
-            setup.report.check(
-                f"{title}, waits {waits}", torch.equal(_finished(setup, title, start(), waits), numbers)
-            )
+            done = _finished(setup, title, start(), waits)
+            setup.report.check(f"{title}, waits {waits}", torch.equal(done, numbers))
         setup.report.figure(f"{title}: peak bytes", _peak(setup) - before)
     title, out = "all-gather in place", numbers.clone()
     setup.report.check(title, torch.equal(_finished(setup, title, gather.all_gather(out, out=out), 2), numbers))

@@ -59,16 +59,11 @@ def all_checks(setup: Any) -> None:
     ]
     run_cases(setup, shared)
     strategies = ("GGG",) if setup.small else ("NIG", "III", "IGG")
-    run_cases(
-        setup,
-        [
-            *(Case(f"report over NCCL, {name}", partial(_reported_alone, name=name)) for name in strategies),
-            Case("what recording costs", _cost),
-            Case("the doctor's command", _command),
-            *([Case("the doctor's kernels", _kernels, 120)] if setup.cuda and not setup.small else []),
-        ],
-        alone=True,
-    )
+    alone = [Case(f"report over NCCL, {name}", partial(_reported_alone, name=name)) for name in strategies]
+    alone += [Case("what recording costs", _cost), Case("the doctor's command", _command)]
+    if setup.cuda and not setup.small:
+        alone.append(Case("the doctor's kernels", _kernels, 120))
+    run_cases(setup, alone, alone=True)
 
 
 def _clock(setup: Any) -> None:
@@ -231,8 +226,7 @@ def _said_by_command(setup: Any, skipped: Sequence[str]) -> dict[str, Any] | Non
 
 def _judge(setup: Any, found: dict[str, Any], titles: list[str]) -> None:
     """Check that all checks were made, and that none has found a problem; record the warnings."""
-    node = [item["title"] for item in found["sections"]]
-    setup.report.check("all checks were made", set(titles) <= set(node))
+    setup.report.check("all checks were made", set(titles) <= {item["title"] for item in found["sections"]})
     for section in found["sections"]:
         answer = [f"{item['subject']}: {item['found']}" for item in section["findings"] if item["level"] != "ok"]
         if answer:

@@ -157,9 +157,7 @@ def run_all(
     def run_one(one: Experiment) -> None:
         remaining = budget - (time.monotonic() - begin)
         if remaining < min(LEAST, one.limit):
-            outcome = Outcome(
-                one.name, one.title, NOT_RUN, text=f"{max(0.0, remaining):.0f} s of {budget:.0f} s were left"
-            )
+            outcome = Outcome(one.name, one.title, NOT_RUN, text=f"{max(0.0, remaining):.0f} s of {budget:.0f} s left")
         else:
             report, log = (folder / f"{one.name}.{end}" for end in ("json", "log"))
             arguments, variables = command(one, report), {**environment, **one.variables}

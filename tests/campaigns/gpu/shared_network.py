@@ -103,13 +103,8 @@ class GpuMeasurement(Gpt2Measurement):
         self._shape = TINY if setup.small else MEDIUM
         self._make = partial(make_gpt, self._shape, self.setting.lora)
         model, rate = partial(self._make, setup.device, self._losses.append), LORA_RATE if self.setting.lora else RATE
-        sizes: dict[str, Any] = {
-            "bucket": BUCKET,
-            "stage_bucket": 2**22 if setup.small else 2**29,
-            "dtype": torch.bfloat16,
-            "rate": rate,
-        }
-        self.workload = Workload(self.setting.accumulation, GROUP, model, **sizes)
+        sizes: dict[str, Any] = {"bucket": BUCKET, "stage_bucket": 2**22 if setup.small else 2**29}
+        self.workload = Workload(self.setting.accumulation, GROUP, model, **sizes, dtype=torch.bfloat16, rate=rate)
         self.turns = Turns(GROUP, self.batches, _link(plan.folder, setup.small))
 
     def batches(self, step: int) -> list[Batch]:

@@ -86,10 +86,8 @@ class _Steps:
         gradient = self._draw.placed(numbers, Use.READ)
         wire = self._draw.packed(garbage(shape, torch.uint8), Use.WRITE, self._aligned, known=False)
         settings = (packing.bits, packing.block_size, self._beta, self._unit, self._hadamard)
-        messages = (
-            f"{self._dtype} {self._rows} x {self._width}, {settings}, kept {self._kept}, aligned {self._aligned}"
-        )
-        return self._compare("loco_compress", (gradient, wire, error, new, *settings), f"{messages}, {what}")
+        case = f"{self._dtype} {self._rows} x {self._width}, {settings}, kept {self._kept}, aligned {self._aligned}"
+        return self._compare("loco_compress", (gradient, wire, error, new, *settings), f"{case}, {what}")
 
 
 def decompress(compare: Comparison, draw: Drawing, amount: float) -> None:
@@ -104,8 +102,7 @@ def decompress(compare: Comparison, draw: Drawing, amount: float) -> None:
         aligned, factor = draw.random.random() < 0.7, draw.random.choice(_FACTORS)
         out = Placed(garbage((width,), dtype), Use.WRITE, draw.random.choice((0, 0, 8, 1, 3)), known=False)
         arguments = (draw.packed(wire, Use.READ, aligned), out, bits, block, factor, hadamard)
-        case = f"{dtype} {pieces} x {width}, {arguments[2:]}, aligned {aligned}"
-        compare("loco_decompress", arguments, case)
+        compare("loco_decompress", arguments, f"{dtype} {pieces} x {width}, {arguments[2:]}, aligned {aligned}")
 
 
 def differences(compare: Comparison, draw: Drawing, amount: float) -> None:

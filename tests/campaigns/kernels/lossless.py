@@ -3,7 +3,7 @@
 """Cases of the lossless coder: all of its modes, sections that are cut, and rows that no sender makes."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_ext.loco import lossless, ops
 from tests.campaigns.kernels.drawing import KINDS, Drawing
@@ -43,9 +43,7 @@ def _mode(compare: Comparison, draw: Drawing, kind: str, width: int, dtype: torc
         return
     arrived = draw.placed(retained, BOTH)
     if compare("lossless_apply", (Placed(wire.view, Use.READ, choice((0, 2, 4, 8))), arrived), case) and spare >= 0:
-        compare.check(
-            torch.equal(_bits(arrived.view), _bits(updated)), f"lossless_apply {case}: another number came back"
-        )
+        compare.check(torch.equal(_bits(arrived.view), _bits(updated)), f"lossless_apply {case}: a number has changed")
 
 
 def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
@@ -57,9 +55,7 @@ def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
         packed = [_packed(*pair) for pair in pairs]
         sizes, least = [row.shape[1] for row in packed], 4 * lossless.tiles_of(width)
         length = max(sizes) + choice((0, 2, 8)) if draw.random.random() < 0.7 else max(least, min(sizes))
-        padded = [
-            torch.nn.functional.pad(row, (0, max(0, length - row.shape[1])), value=9)[:, :length] for row in packed
-        ]
+        padded = [nn.functional.pad(row, (0, max(0, length - row.shape[1])), value=9)[:, :length] for row in packed]
         retained = torch.cat([pair[1] for pair in pairs])
         arguments = (Placed(torch.cat(padded), Use.READ, choice((0, 2))), draw.placed(retained, BOTH))
         compare("lossless_apply", arguments, f"{len(pairs)} rows of {width}, {length} bytes")
@@ -79,16 +75,14 @@ def strange(compare: Comparison, draw: Drawing, amount: float) -> None:
         compare("lossless_pack", arguments, case, oracle=pack)
         arrived = Placed(retained, BOTH)
         compare("lossless_apply", (Placed(wire.view, Use.READ), arrived), case, oracle=apply)
-        compare.check(torch.equal(_bits(arrived.view), _bits(updated)), f"{case}: another number came back")
+        compare.check(torch.equal(_bits(arrived.view), _bits(updated)), f"{case}: a number has changed")
         bytes_of_rows = _any_rows(draw, draw.random.randint(1, 3), lossless.tiles_of(width))
         into = draw.placed(retained.repeat(len(bytes_of_rows), 1), BOTH)
         arguments = (Placed(bytes_of_rows, Use.READ, choice((0, 2))), into)
         compare("lossless_apply", arguments, f"any rows {tuple(bytes_of_rows.shape)} of {width}", oracle=apply)
         updated, retained = draw.parameters("pairs", lossless.TILE, dtype)
         cut = _packed(updated, retained)[:, : -choice((2, 4))]
-        compare(
-            "lossless_apply", (Placed(cut, Use.READ), Placed(retained, BOTH)), "a row cut in its escapes", oracle=apply
-        )
+        compare("lossless_apply", (Placed(cut, Use.READ), Placed(retained, BOTH)), "cut in its escapes", oracle=apply)
 
 
 def drawn_header(draw: Drawing, updated: Tensor, held: Tensor, limit: int) -> Tensor:

@@ -64,9 +64,7 @@ def measure_traffic(emulator: Emulator, case: Case) -> Moved:
         item.allow(emulator)
     try:
         with emulator.counted_traffic():
-            emulator.kernels[case.operator](
-                *(item.view if isinstance(item, Placed) else item for item in case.arguments)
-            )
+            emulator.kernels[case.operator](*(arg.view if isinstance(arg, Placed) else arg for arg in case.arguments))
     finally:
         emulator.forget()
     now = emulator.counts()

@@ -118,9 +118,7 @@ def _copied() -> Iterator[Path]:
         yield Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=_LEFT_OUT, symlinks=True))
 
 
-def try_changes(
-    chosen: Sequence[Mutant], command: Command, limit: float, at_once: int
-) -> Iterator[tuple[Mutant, Outcome]]:
+def try_changes(chosen: list[Mutant], command: Command, limit: float, copies: int) -> Iterator[tuple[Mutant, Outcome]]:
     """Try changes, each in one of several copies of the repository, and yield the outcome of each, in their order."""
     free: SimpleQueue[Path] = SimpleQueue()
 
@@ -132,9 +130,9 @@ def try_changes(
             free.put(copy)
 
     with ExitStack() as stack:
-        for _ in range(at_once):
+        for _ in range(copies):
             free.put(stack.enter_context(_copied()))
-        workers = stack.enter_context(ThreadPoolExecutor(at_once))
+        workers = stack.enter_context(ThreadPoolExecutor(copies))
         stack.callback(workers.shutdown, wait=True, cancel_futures=True)
         yield from zip(chosen, workers.map(one, chosen), strict=True)
 
@@ -165,9 +163,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    if arguments.fuzz:
-        command, limit = (lambda mutant: [*_FUZZER, str(arguments.fuzz)]), 60 * arguments.fuzz + 300
+    args = parse_arguments()
+    if args.fuzz:
+        command, limit = (lambda mutant: [*_FUZZER, str(args.fuzz)]), 60 * args.fuzz + 300
     else:
         recording = recordings.load()
         if recording is None:
@@ -175,18 +173,16 @@ def main() -> None:
             subprocess.run([ROOT / "scripts" / "test", "record"], cwd=ROOT, check=False)  # some may fail
             recording = recordings.load()
         assert recording is not None
-        command, limit = tests_of(recording, arguments.most), 2 * arguments.most + 200
-    chosen = draw_changes(
-        arguments.number, arguments.seed, tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ())
-    )
-    arguments.rows.parent.mkdir(parents=True, exist_ok=True)
-    arguments.rows.touch()
-    registered = map(json.loads, arguments.rows.read_text(encoding="utf-8").splitlines())
+        command, limit = tests_of(recording, args.most), 2 * args.most + 200
+    chosen = draw_changes(args.number, args.seed, tuple(args.rooms) or (TRAINED if args.fuzz else ()))
+    args.rows.parent.mkdir(parents=True, exist_ok=True)
+    args.rows.touch()
+    registered = map(json.loads, args.rows.read_text(encoding="utf-8").splitlines())
     before = {row["change"]: Outcome(*row["outcome"]) for row in registered}
-    over = {change for change, outcome in before.items() if not (arguments.again and outcome.kind == "survived")}
-    end, new = time.monotonic() + 60 * arguments.minutes, [mutant for mutant in chosen if str(mutant) not in over]
-    for mutant, outcome in try_changes(new, command, limit, arguments.at_once):
-        with arguments.rows.open("a", encoding="utf-8") as file:
+    over = {change for change, outcome in before.items() if not (args.again and outcome.kind == "survived")}
+    end, new = time.monotonic() + 60 * args.minutes, [mutant for mutant in chosen if str(mutant) not in over]
+    for mutant, outcome in try_changes(new, command, limit, args.at_once):
+        with args.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")
         print(f"{outcome.kind:<9}{outcome.seconds:5.0f} s  {mutant}  {outcome.by}", flush=True)
         before[str(mutant)] = outcome

@@ -69,13 +69,9 @@ def _strategies(text: str) -> tuple[str, ...]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.campaigns.upstream", description=__doc__, formatter_class=raw
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.parent}", description=__doc__, formatter_class=raw)
     parser.add_argument("checkout", type=Path, help="a checkout of DeepSpeed")
-    parser.add_argument(
-        "tests", nargs="*", default=PATHS, help="files, folders or ids below the checkout's tests (unit/...)"
-    )
+    parser.add_argument("tests", nargs="*", default=PATHS, help="files, folders or ids below tests (unit/...)")
     parser.add_argument(
         "--strategies",
         type=_strategies,

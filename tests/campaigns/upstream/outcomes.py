@@ -13,9 +13,7 @@ PASSED, SKIPPED, FAILED, ERROR, HUNG, REFUSED = "passed", "skipped", "failed", "
 # As our refusals are written, with the values that their f-strings have.
 _REFUSALS = (
     re.compile(r"([\w.]+ cannot be combined with) zero_optimization\.[^{}:\n]+(: [^{}\n]+?)\. Remove one of the two"),
-    re.compile(
-        r"zero_optimization\.paro_strategy \w+ (is not supported here)(: [^{}\n]+?)\.(?: [A-Z]|$)", re.MULTILINE
-    ),
+    re.compile(r"zero_optimization\.paro_strategy \w+ (is not supported here)(: [^{}\n]+?)\.(?: [A-Z]|$)", re.M),
 )
 
 

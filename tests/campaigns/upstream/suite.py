@@ -176,12 +176,8 @@ class Suite:
 
     def _environment(self, job: "_PytestRun") -> dict[str, str]:
         path = [INSIDE, job.library, *([self.extra] if self.extra else [])]
-        added = {
-            "UPSTREAM_JOB": str(job.file),
-            "TORCH_EXTENSIONS_DIR": str(self._extensions),
-            "DS_UNITTEST_TIMEOUT": str(int(10 * self.limit)),
-            "DS_DISABLE_REUSE_DIST_ENV": "1",
-        }
+        added = {"UPSTREAM_JOB": str(job.file), "TORCH_EXTENSIONS_DIR": str(self._extensions)}
+        added |= {"DS_UNITTEST_TIMEOUT": str(int(10 * self.limit)), "DS_DISABLE_REUSE_DIST_ENV": "1"}
         if job.side.strategies:
             strategies = dict(zip("123", job.side.strategies, strict=True))
             forced = {"strategies": strategies, "group_size": job.side.group_size, "notes": str(job.notes)}

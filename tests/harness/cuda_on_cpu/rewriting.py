@@ -28,11 +28,9 @@ def _launched(found: re.Match[str]) -> str:
 
 
 def _shared(found: re.Match[str]) -> str:
-    kind, declarators = found.groups()
-    uses = [
-        f"::cuda_on_cpu::use_shared({name}, sizeof({name}));" for name in re.findall(r"(?:^|, )(\w+)\[", declarators)
-    ]
-    return " ".join((f"static {kind} {declarators};", *uses))
+    kind, declared = found.groups()
+    uses = [f"::cuda_on_cpu::use_shared({name}, sizeof({name}));" for name in re.findall(r"(?:^|, )(\w+)\[", declared)]
+    return " ".join((f"static {kind} {declared};", *uses))
 
 
 _REWRITES = (

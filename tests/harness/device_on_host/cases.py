@@ -61,9 +61,7 @@ OPTIONS = {
     "parameters": Options(("ING", "IIG", "IGG"), HOST),
     "parameters, cached": Options(("IIG",), {**HOST, **PINNED, **_CACHED}, replace(_JOB, frozen=(1,)), stock=False),
     "parameters, pageable": Options(("IIG",), {"offload_param": {"device": "cpu"}}, stock=False),
-    "parameters, in few bits": Options(
-        ("ING", "IIG"), {**HOST, **_FEW_BITS}, replace(_JOB, accumulation=1), stock=False
-    ),
+    "parameters, in few bits": Options(("ING", "IIG"), HOST | _FEW_BITS, replace(_JOB, accumulation=1), stock=False),
     "outer": Options(("NII", "III"), _DELAYED, replace(_JOB, steps=5, accumulation=1), stock=False),
     "outer, pinned": Options(("NII", "INI"), {**OUTER, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
     "Muon": Options(("NIG", "IIG"), {}, replace(_JOB, optimizer="Muon"), stock=False),

@@ -29,8 +29,7 @@ def make_accelerator(zero: dict[str, Any] | None = None) -> Accelerator:
     ``Accelerator(cpu=True, deepspeed_plugin=...)`` it trains without DeepSpeed.
     """
     PartialState(cpu=True)
-    plugin = zero and DeepSpeedPlugin(hf_ds_config=configurations.for_accelerate(zero))
-    return Accelerator(deepspeed_plugin=plugin)
+    return Accelerator(deepspeed_plugin=zero and DeepSpeedPlugin(hf_ds_config=configurations.for_accelerate(zero)))
 
 
 def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[tiny.Run, Tensor, bool]:

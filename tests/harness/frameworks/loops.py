@@ -63,5 +63,4 @@ def compare(
 ) -> Row:
     """Train with two configurations, of which the same weights are held by all ranks or those of a group."""
     expected, start = train(stock, make, **options)
-    results = train(ours, make, **options)[0]
-    return tiny.compare_runs(start, expected, results, group=group())
+    return tiny.compare_runs(start, expected, train(ours, make, **options)[0], group=group())

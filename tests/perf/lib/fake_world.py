@@ -16,16 +16,8 @@ from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Of each collective: which argument says how many bytes there are in all, and how often each rank receives them.
-_WHOLE = {
-    "all_gather_into_tensor": (0, 1),
-    "all_gather": (0, 1),
-    "reduce_scatter_tensor": (1, 1),
-    "reduce_scatter": (1, 1),
-    "all_to_all_single": (0, 1),
-    "all_reduce": (0, 2),
-    "reduce": (0, 1),
-    "broadcast": (0, 1),
-}
+_WHOLE = dict.fromkeys(("all_gather_into_tensor", "all_gather", "all_to_all_single", "reduce", "broadcast"), (0, 1))
+_WHOLE |= {"reduce_scatter_tensor": (1, 1), "reduce_scatter": (1, 1), "all_reduce": (0, 2)}
 _MADE = ("new_group", "split_group")
 
 

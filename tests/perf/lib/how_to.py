@@ -78,11 +78,8 @@ def relative_to_one_node(model: Model, names: Sequence[str]) -> Table:
         outcome, rows = planned(2, model, gbps)
         for name, line in lines.items():
             row = rows[name]
-            line[1:] = [
-                memory(outcome, row),
-                *line[2:],
-                f"{seconds(row)} s ({2 * one_node.total_seconds / row.total_seconds:.2f})",
-            ]
+            cell = f"{seconds(row)} s ({2 * one_node.total_seconds / row.total_seconds:.2f})"
+            line[1:] = [memory(outcome, row), *line[2:], cell]
     first = ["ZeRO-3 on one node", memory(alone, one_node), *[f"{seconds(one_node)} s (1.00)"] * len(GBPS)]
     return ["", "GB per GPU", *(f"{gbps} Gbit/s" for gbps in GBPS)], [first, *lines.values()]
 
@@ -128,12 +125,8 @@ def lora() -> Table:
         row = rows[name]
         times = [seconds(by_name[name]) for _, by_name in by_rate.values()]
         lines.append([hyphenate(name), memory(outcome, row), f"{row.volume.inter / GIGA:.3g}", *times])
-    return [
-        "",
-        "GB per GPU",
-        "GB from other nodes, per GPU and step",
-        *(f"s at {gbps} Gbit/s" for gbps in by_rate),
-    ], lines
+    columns = [f"s at {gbps} Gbit/s" for gbps in by_rate]
+    return ["", "GB per GPU", "GB from other nodes, per GPU and step", *columns], lines
 
 
 def ulysses() -> Table:
@@ -161,9 +154,8 @@ def mixture() -> Table:
         outcomes = [planned(4, model, gbps) for gbps in rates]
         for name in names:
             row = outcomes[0][1][name]
-            lines.append(
-                [label + hyphenate(name), memory(outcomes[0][0], row), *(seconds(rows[name]) for _, rows in outcomes)]
-            )
+            times = [seconds(rows[name]) for _, rows in outcomes]
+            lines.append([label + hyphenate(name), memory(outcomes[0][0], row), *times])
     return ["", "GB per GPU", *(f"s at {gbps} Gbit/s" for gbps in rates)], lines
 
 
@@ -177,14 +169,8 @@ def saving() -> Table:
         for name in names:
             cost = predict_saves(saves, rows[name], outcome.sizes, model, replace(outcome.rates, host=COPIES)).saves
             cells = [f"{cost.total / GIGA:.0f}", f"{cost.of_first_rank / GIGA:.3g}"]
-            lines.append(
-                [
-                    f"{size // 10**9}B, {hyphenate(name)}",
-                    *cells,
-                    f"{cost.synchronous.held:.3g}",
-                    f"{cost.asynchronous.held:.2g}",
-                ]
-            )
+            cells += [f"{cost.synchronous.held:.3g}", f"{cost.asynchronous.held:.2g}"]
+            lines.append([f"{size // 10**9}B, {hyphenate(name)}", *cells])
     return ["", "GB of files", "GB of the first rank", "stops for, s", "asynchronous, s"], lines
 
 

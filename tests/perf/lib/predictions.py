@@ -143,16 +143,14 @@ class Trained:
         """Return what a rank trains in a step."""
         tokens = min(MICRO_TOKENS, STEP_TOKENS // ranks)
         active = self.dense + self.used * self.experts
-        states, expert_states = ModelStates.of(self.dense), ModelStates.of(self.experts // self.expert_parallel)
-        experts = Part(
-            self.expert_parallel, expert_states, fetches=max(1, self.experts // self.expert_parallel // FETCHED)
-        )
+        held = self.experts // self.expert_parallel  # of experts
+        experts = Part(self.expert_parallel, ModelStates.of(held), fetches=max(1, held // FETCHED))
         return Model(
-            states,
+            ModelStates.of(self.dense),
             accumulation=STEP_TOKENS // (ranks * tokens),
             compute=FLOPS * active * tokens / (cluster.tflops * 1e12),
             fetches=max(1, self.dense // FETCHED),
-            bucket=full_bucket(BUCKET, self.dense + self.experts // self.expert_parallel),
+            bucket=full_bucket(BUCKET, self.dense + held),
             overlap_updates=True,
             experts=(experts,) if self.experts else (),
         )
@@ -208,24 +206,17 @@ def host_parameters(kind: str) -> Table:
     """Return seconds of a step over each link, a line for each method and place; ZeRO-3 is last in each place."""
     lines_by_method: dict[tuple[str, bool], list[str]] = {}
     for gbps in LINKS:
-        rates = Rates.of_links(
-            HOST_SIZES, PER_NODE, 200.0, gbps, Latencies.for_groups(HOST_SIZES, PER_NODE), host=12e9
-        )
+        rates = Rates.of_links(HOST_SIZES, PER_NODE, 200, gbps, Latencies.for_groups(HOST_SIZES, PER_NODE), host=12e9)
         stock = predict_plain_stage("GGG", HOST_SIZES, _host_model(kind, True), rates).total_seconds
         for on_host in (False, True):
             model = _host_model(kind, on_host)
             for name in (*HOST_METHODS[kind], "ZeRO-3"):
-                where = HOST_SIZES, model, rates
-                prediction = (
-                    predict(STRATEGIES[name], *where) if name in STRATEGIES else predict_plain_stage("GGG", *where)
-                )
+                row, where = STRATEGIES.get(name), (HOST_SIZES, model, rates)
+                prediction = predict(row, *where) if row else predict_plain_stage("GGG", *where)
                 fits = " ".join(str(gpu) for gpu in GPUS if prediction.total_memory <= SHARE * gpu * 1e9) or "none"
-                line = [
-                    name,
-                    "host" if on_host else "device",
-                    *(f"{n / 1e9:.1f}" for n in (prediction.total_memory, prediction.host)),
-                ]
+                gigabytes = [f"{n / 1e9:.1f}" for n in (prediction.total_memory, prediction.host)]
+                line = [name, "host" if on_host else "device", *gigabytes, fits]
                 seconds = f"{prediction.total_seconds:.4g} s ({stock / prediction.total_seconds:.1f})"
-                lines_by_method.setdefault((name, on_host), [*line, fits]).append(seconds)
+                lines_by_method.setdefault((name, on_host), line).append(seconds)
     header = ["", "parameters", "GB on a device", "on the host", "fits GPUs of", *(f"{gbps} Gbit/s" for gbps in LINKS)]
     return header, list(lines_by_method.values())

@@ -140,10 +140,8 @@ class WhatIfMeasurement(BlocksMeasurement):
         header = ["Mbit/s", "", "a step, s", *(f"predicted from {source}" for source in SOURCES.values())]
         lines = [[rate_name(row.mbit), row.method, seconds_of(row.median)] for row in rows]
         for row, line in zip(rows, lines, strict=True):
-            for source in SOURCES:
-                line.append(
-                    f"{seconds_of(row.more[f'seconds_predicted_{source}'])} ({row.more[f'error_{source}']:+.0%})"
-                )
+            for of in SOURCES:
+                line.append(f"{seconds_of(row.more[f'seconds_predicted_{of}'])} ({row.more[f'error_{of}']:+.0%})")
         return header, lines
 
     @classmethod

@@ -262,9 +262,7 @@ def markdown(table: Table) -> str:
 def report(rows: Sequence[dict[str, Any]], path: Path | None, columns: Sequence[str] = ()) -> None:
     """Print these columns of rows, by default all, and append the rows to a file if one is given."""
     header = list(columns or rows[0])
-    cells = [
-        [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in header] for row in rows
-    ]
+    cells = [[f"{row[key]:.4g}" if isinstance(row[key], float) else str(row[key]) for key in header] for row in rows]
     print(markdown((header, cells)), flush=True)
     if path is not None:
         append_rows(path, rows)

@@ -61,8 +61,7 @@ class Disk:
             begin = time.perf_counter()
             save(obj, f, *args, **kwargs)
             if self.megabytes is not None:
-                due = os.path.getsize(f) / (self.megabytes * 1e6)
-                time.sleep(max(0.0, due - (time.perf_counter() - begin)))
+                time.sleep(max(0.0, os.path.getsize(f) / (self.megabytes * 1e6) - (time.perf_counter() - begin)))
 
         return slow
 

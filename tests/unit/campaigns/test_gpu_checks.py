@@ -72,9 +72,7 @@ def test_a_claim_holds_if_all_its_experiments_checked_it() -> None:
 
 
 @pytest.mark.parametrize("changed", [{"command": "--small"}, {"device": "the CPU"}, {"commit": "abc-dirty"}, {}])
-def test_only_a_whole_run_of_a_commit_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]
-) -> None:
+def test_only_a_whole_run_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]) -> None:
     (tmp_path / claims.TABLE).parent.mkdir(parents=True)
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     monkeypatch.setattr(gpu, "ROOT", tmp_path)

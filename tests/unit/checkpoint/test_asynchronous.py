@@ -180,9 +180,7 @@ class Failure(NamedTuple):
     ("IIG", "engine", list(FAULTS)[3:]),
     *deep(*((*run, list(FAULTS)) for run in (("III", "step"), ("NNN", "user"), ("GGG", "coalesce")))),
 )
-def test_a_failed_save_raises_on_all_ranks(
-    ranks: Any, tmp_path: Path, name: str, boundary: str, faults: list[str]
-) -> None:
+def test_failures_raise_on_all_ranks(ranks: Any, tmp_path: Path, name: str, boundary: str, faults: list[str]) -> None:
     answers = ranks(4).run(faults_case, str(tmp_path), name, boundary, faults, timeout=120.0)
     for failures, losses, undisturbed, changed, groups in answers:
         assert failures == answers[0][0], "the same on all ranks"

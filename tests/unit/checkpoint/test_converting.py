@@ -52,9 +52,7 @@ def save_case(folder: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)
-def test_a_smaller_run_continues_from_a_checkpoint(
-    ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int
-) -> None:
+def test_a_smaller_run_can_continue(ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int) -> None:
     ranks(4).run(save_case, str(tmp_path), saved)
     ranks(2).run(load_case, str(tmp_path), loaded, group_size)
 

@@ -70,9 +70,7 @@ def files_of(name: str, universal: bool) -> Iterator[tuple[str, str, dict[str, b
     "name, universal",
     [("IIG", False), ("NIG", True), *deep(*((name, one) for name in ("NIG", "IIG", "III") for one in (False, True)))],
 )
-def test_a_damaged_file_is_named_before_a_load_changes_anything(
-    ranks: Any, tmp_path: Path, name: str, universal: bool
-) -> None:
+def test_a_damaged_file_is_named_before_any_change(ranks: Any, tmp_path: Path, name: str, universal: bool) -> None:
     answers = ranks(4).run(damaged_case, str(tmp_path), name, universal)
     for messages, changed, again in answers:
         assert messages == answers[0][0] and (changed, again) == ({}, {})

@@ -246,9 +246,7 @@ def test_a_rename_is_undone_if_its_flush_fails(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("tag, disk", [("two", False), ("one", True), *deep(("one", False))])
-def test_a_save_killed_at_any_call_leaves_one_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool
-) -> None:
+def test_a_killed_save_leaves_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool) -> None:
     """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save. The
     tag may be a link to another disk."""
     calls = 0

@@ -146,12 +146,10 @@ def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path, parts
             assert not moments, pair
 
 
-def weights_case(
-    pair: tuple[str, str], folder: str, part: dict[str, bool], from_fp32: bool
-) -> tuple[float, float, bool]:
+def weights_case(pair: tuple[str, str], folder: str, part: dict[str, bool], fp32: bool) -> tuple[float, float, bool]:
     """Return differences of the model's and the optimizer's weights, and whether moments have changed."""
     job = job_of("bf16", **UNIVERSAL)
-    job = replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
+    job = replace(job, zero={**job.zero, "load_from_fp32_weights": fp32})
     saved, loaded = pair
     engine, model = training.make_trained(job, loaded, skip=7)
     before = snapshots.snapshot(engine, model, job)

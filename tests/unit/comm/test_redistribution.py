@@ -31,8 +31,7 @@ pytestmark = pytest.mark.quick
 def test_bucket_is_copied_once_and_freed_before_second_hop(kind: Any, spread: bool, together: bool) -> None:
     layout = FlatLayout(1200, 3, 4)
     spans = (Span(5, 700), Span(900, 250)) if spread else (Span(103, 90), Span(410, 85))
-    numels = [span.numel for span in spans]
-    gradients = [torch.rand(numel) for numel in numels]
+    gradients = [torch.rand(span.numel) for span in spans]
     expected = torch.zeros(3, 4, 100)  # of this rank alone, as nothing is sent
     for span, gradient in zip(spans, gradients, strict=True):
         span.of(expected.view(-1)).copy_(gradient)

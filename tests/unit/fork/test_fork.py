@@ -124,9 +124,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("kinds", [("absent", "removed"), *deep((("another",),))], ids=" ".join)
-def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(
-    tree: Path, tmp_path: Path, kinds: tuple[str, ...]
-) -> None:
+def test_hooks_that_do_not_fit_are_rejected_with_our_keys(tree: Path, tmp_path: Path, kinds: tuple[str, ...]) -> None:
     """Plain configurations work nevertheless, as they do where the package is not installed."""
     trees = {"absent": tree} if "absent" in kinds else {}
     for kind, (file, old, new) in ((kind, CHANGES[kind]) for kind in kinds if kind in CHANGES):

@@ -31,8 +31,7 @@ LEFT_OUT = {"stage": None}
 
 @pytest.mark.parametrize("strategy, more", [("IIG", LEFT_OUT), *deep(("III", {}), ("NIG", LEFT_OUT), ("NNG", {}))])
 def test_plugin(frameworks: Any, tmp_path: Path, strategy: str, more: dict[str, None]) -> None:
-    rows = frameworks(4).run(case, placed(strategy, **more), stock(strategy), str(tmp_path))
-    check(rows, strategy, resumed=True)
+    check(frameworks(4).run(case, placed(strategy, **more), stock(strategy), str(tmp_path)), strategy, resumed=True)
 
 
 @pytest.mark.deep
@@ -49,8 +48,7 @@ def test_launcher(tmp_path: Path) -> None:
     arguments = ["tests.harness.frameworks.accelerated", strategy, str(tmp_path)]
     run = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
-    rows = [Row(*json.loads((tmp_path / f"row{rank}.json").read_text())) for rank in range(2)]
-    check(rows, strategy, resumed=True)
+    check([Row(*json.loads((tmp_path / f"row{rank}.json").read_text())) for rank in range(2)], strategy, resumed=True)
 
 
 @with_cases(

@@ -97,8 +97,7 @@ def generate_case(ours: dict[str, Any], stock: dict[str, Any]) -> tuple[Row, lis
 
 @pytest.mark.parametrize("strategy", ["NIG", *deep("IIG")])
 def test_compile(frameworks: Any, strategy: str) -> None:
-    rows = frameworks(2).run(compile_case, placed(strategy), stock(strategy))
-    check(rows, strategy)
+    check(frameworks(2).run(compile_case, placed(strategy), stock(strategy)), strategy)
 
 
 @needs("bitsandbytes")

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with a vision tower under the Trainer, when ranks have batches without images."""
 
-import functools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ def make(folder: str, kind: str, more: dict[str, Any], zero: dict[str, Any]) -> 
 
     from tests.harness.frameworks import towers, trainers
 
-    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "remove_unused_columns": False, "max_steps": 3}
-    more = {**evaluates, **more}
+    more = {"eval_strategy": "steps", "eval_steps": 1, "remove_unused_columns": False, "max_steps": 3} | more
     lora = more.pop("lora", None)
     args = trainers.arguments(TrainingArguments, zero, folder, **more)
     model = AutoModelForImageTextToText.from_pretrained(f"{folder}/model", dtype=torch.float32)
@@ -50,9 +49,7 @@ def case(ours: dict[str, Any], stock: dict[str, Any], folder: str, kind: str, mo
     if dist.get_rank() == 0:
         towers.make_model(kind).save_pretrained(f"{folder}/model")
     dist.barrier()
-    return trainers.compare(
-        functools.partial(make, folder, kind, more), stock, ours, f"{folder}/{trainers.CHECKPOINT}"
-    )
+    return trainers.compare(partial(make, folder, kind, more), stock, ours, f"{folder}/{trainers.CHECKPOINT}")
 
 
 @with_cases(
@@ -67,5 +64,4 @@ def test_ranks_without_images(frameworks: Any, tmp_path: Path, kind: str, strate
     sizes = {"stage3_prefetch_bucket_size": 2000}
     modules = {} if strategy.startswith("N") else {"paro_modules": TOWERS[kind]}
     sections = placed(strategy, **sizes, **modules), {**stock(strategy), **sizes}
-    rows = frameworks(4).run(case, *sections, str(tmp_path), kind, more)
-    check(rows, strategy, resumed=True)
+    check(frameworks(4).run(case, *sections, str(tmp_path), kind, more), strategy, resumed=True)

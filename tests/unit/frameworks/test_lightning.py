@@ -26,5 +26,4 @@ def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
 
 @pytest.mark.parametrize("strategy", ["IIG", *deep("ING", "NIG")])
 def test_deepspeed_strategy(group: Any, tmp_path: Path, strategy: str) -> None:
-    rows = group.run(case, placed(strategy), stock(strategy), str(tmp_path))
-    check(rows, strategy, resumed=True)
+    check(group.run(case, placed(strategy), stock(strategy), str(tmp_path)), strategy, resumed=True)

@@ -88,18 +88,15 @@ def tensor_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 @pytest.mark.deep
 @pytest.mark.parametrize("strategy", ["IIG", "NIG"])
 def test_ulysses_by_an_mpu(frameworks: Any, strategy: str) -> None:
-    rows = frameworks(4).run(ulysses_case, placed(strategy), stock(strategy))
-    check(rows, strategy)
+    check(frameworks(4).run(ulysses_case, placed(strategy), stock(strategy)), strategy)
 
 
 @since(transformers="5.0", accelerate="1.12")  # the first that have a ParallelismConfig for DeepSpeed's Ulysses
 @pytest.mark.parametrize("strategy", ["NIG", *deep("IIG")])
 def test_ulysses_by_the_trainer(frameworks: Any, tmp_path: Path, strategy: str) -> None:
-    rows = frameworks(4).run(trainer_case, placed(strategy), stock(strategy), str(tmp_path))
-    check(rows, strategy)
+    check(frameworks(4).run(trainer_case, placed(strategy), stock(strategy), str(tmp_path)), strategy)
 
 
 @pytest.mark.parametrize("strategy", ["NIG", *deep("NNG")])
 def test_tensor_parallelism(frameworks: Any, strategy: str) -> None:
-    rows = frameworks(4).run(tensor_case, placed(strategy, paro_group_size=1), stock(strategy))
-    check(rows, strategy)
+    check(frameworks(4).run(tensor_case, placed(strategy, paro_group_size=1), stock(strategy)), strategy)

@@ -83,8 +83,7 @@ def test_fastest(group: Any, tmp_path: Path) -> None:
     file = tmp_path / "decision.json"
     section = placed("NGG", paro_strategy="fastest", paro_decision_file=str(file))
     rows = group.run(case, section, stock("NGG"), str(tmp_path), "model", {})
-    decided = json.loads(file.read_text())["decisions"][0]["strategy"]
-    check(rows, decided, resumed=True)
+    check(rows, json.loads(file.read_text())["decisions"][0]["strategy"], resumed=True)
 
 
 def test_an_incomplete_checkpoint_is_not_resumed(frameworks: Any, tmp_path: Path) -> None:

@@ -75,5 +75,4 @@ def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) ->
 
 @with_cases("make, strategy", (make_dpo, "IIG"), *deep((make_dpo, "NIG"), (make_sft, "GNG"), (make_sft, "NIG")))
 def test_fine_tuning(group: Any, tmp_path: Path, make: Any, strategy: str) -> None:
-    rows = group.run(case, make, placed(strategy), stock(strategy), str(tmp_path))
-    check(rows, strategy, resumed=True)
+    check(group.run(case, make, placed(strategy), stock(strategy), str(tmp_path)), strategy, resumed=True)

@@ -137,12 +137,7 @@ def several_engines_case() -> list[tuple[str, bool]]:
     from tests.harness import training
 
     job = training.Job(empty=False, accumulation=2, zero=training.SMALL)
-    zeros: list[dict[str, Any]] = [
-        {"paro_strategy": "NIG", "paro_group_size": 2},
-        {"stage": 2},
-        {"paro_strategy": "IIG", "paro_group_size": 2},
-        {"stage": 3},
-    ]
+    zeros = [training.placed("NIG"), {"stage": 2}, training.placed("IIG"), {"stage": 3}]
     training.train(job, {"stage": 3})  # it replaces torch's linear for good, by one that rounds otherwise
     alone = [training.train(job, zero).weights for zero in zeros]
     engines = [(*training.make_engine(job, zero), training.batches(job)) for zero in zeros]

@@ -248,9 +248,7 @@ def test_zero_budget_changes_nothing(ranks: Any, off: Any) -> None:
     assert ranks(1).run(make, {"stage": 2, "stage3_leaf_bytes": off}) == ["DeepSpeedZeroOptimizer"]
 
 
-def test_leaf_command(
-    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leaf_command(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     (tmp_path / "maker.py").write_text(
         "import torch\nfrom tests.harness import mixtures\n"
         "def model(): return mixtures.Nested((13, 7))\ndef batch(): return (torch.randn(3, 13),)\n"

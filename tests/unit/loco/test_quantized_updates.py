@@ -5,7 +5,7 @@ checkpoints, and offloading between steps.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -170,9 +170,7 @@ CHANGES = {
 
 
 @with_cases("change, names", *CHANGES.items())
-def test_changes_from_outside_are_sent_unencoded(
-    ranks: Any, change: str, names: tuple[str, ...], tmp_path: Any
-) -> None:
+def test_changes_from_outside_are_sent_unencoded(ranks: Any, change: str, names: Sequence[str], tmp_path: Any) -> None:
     for name, (before, after, equal) in ranks(4).each(change_case, names, change, str(tmp_path)):
         assert before > 0, name  # or it would not show
         assert after == 0 and equal, (name, after)

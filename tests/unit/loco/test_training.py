@@ -124,8 +124,7 @@ def padding_case(name: str) -> tuple[int, float]:
                 padding.append(optimizer.reduction.shards.chunks[param.ds_id][present:])
         padding = [part.clone() for part in padding if part.numel()]
         engine.step()
-    largest = max((part.abs().max().item() for part in padding), default=0.0)
-    return sum(part.numel() for part in padding), largest
+    return sum(part.numel() for part in padding), max((part.abs().max().item() for part in padding), default=0.0)
 
 
 def test_dynamic_graphs_offload_and_settings(ranks: Any) -> None:

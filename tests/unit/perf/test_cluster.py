@@ -130,9 +130,7 @@ def test_ratios_of_the_paper_are_predicted_in_its_setting() -> None:
     )
     seconds = {("7B-full", "IIG"): 2.0, ("7B-full", "ZeRO-3"): 5.0, ("7B-16", "NIG"): 4.0, ("7B-128", "NIG"): 8.0}
     found = paper.emulated_ratios(row(method, taken, setting=name) for (name, method), taken in seconds.items())
-    assert [ratio for ratio in found if ratio] == [2.5, 0.5] and paper.misses(found)[1] == pytest.approx(
-        1 - 0.5 / 0.84
-    )
+    assert list(filter(None, found)) == [2.5, 0.5] and paper.misses(found)[1] == pytest.approx(1 - 0.5 / 0.84)
 
 
 def test_emulated_communication_takes_the_share_of_the_paper() -> None:

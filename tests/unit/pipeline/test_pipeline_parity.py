@@ -79,9 +79,7 @@ def test_other_options_match_zero_1(ranks: Any, pipe: dict[str, Any]) -> None:
 @with_cases(
     "experts, world, group, names", (2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))
 )
-def test_mixtures_of_experts_match_zero_1(
-    ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]
-) -> None:
+def test_mixtures_match_zero_1(ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]) -> None:
     run(ranks, names, world, group, oracles=("1",), experts=experts)
 
 
@@ -91,9 +89,7 @@ def test_mixtures_of_experts_match_zero_1(
     *deep((2, (0, 1, 2), 1), (4, (2, 3), 1)),
     ids=["last", "first", "middle"],
 )
-def test_a_stage_with_nothing_to_train_matches_zero_1(
-    ranks: Any, stages: int, frozen: tuple[int, ...], groups: int
-) -> None:
+def test_an_untrained_stage_matches_zero_1(ranks: Any, stages: int, frozen: tuple[int, ...], groups: int) -> None:
     # DeepSpeed's own pipelines fail here.
     run(ranks, SOME, stages=stages, tied=False, frozen=frozen, groups=groups)
 

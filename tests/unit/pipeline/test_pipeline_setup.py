@@ -85,9 +85,8 @@ def refused_case() -> list[str]:
     with deepspeed.zero.Init():
         errors.append(error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3}))
     pipe = pipelines.Pipe(micro_batches=4, tied=False)
-    module = DualPipeVModule(
-        pipelines.layers_of(pipe), num_stages=2, loss_fn=pipelines.loss_of, partition_method="uniform"
-    )
+    layers = pipelines.layers_of(pipe)
+    module = DualPipeVModule(layers, num_stages=2, loss_fn=pipelines.loss_of, partition_method="uniform")
     config, parameters = pipelines.configuration(pipe, {"stage": 2}), list(module.parameters())
     return [*errors, error_of(deepspeed.initialize, model=module, model_parameters=parameters, config=config)]
 
@@ -168,8 +167,7 @@ def test_the_log_explains_one_data_parallel_rank_per_node(ranks: Any) -> None:
     lines = ranks(4).run(layout_case)[0]
     warnings = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
     assert len(warnings) == 1, lines
-    expected = ("ranks [0, 2]", "N-I-G is ZeRO-1 here", "PipeDataParallelTopology")
-    assert all(words in warnings[0] for words in expected)
+    assert all(words in warnings[0] for words in ("ranks [0, 2]", "N-I-G is ZeRO-1 here", "PipeDataParallelTopology"))
 
 
 def layout_case() -> list[tuple[str, str]]:

@@ -100,8 +100,7 @@ def test_updates_come_before_the_forward_or_under_it() -> None:
 def test_a_unit_is_a_bucket() -> None:
     """A single bucket is sent after the backward; the first of two is sent half-way."""
     for buckets, hidden in ((1, 0.0), (2, BACKWARD / 2), (LAYERS, BACKWARD * LATER)):
-        model = replace(MODEL, bucket=10**9 // buckets)
-        prediction = predict(STRATEGIES["NNI"], CLUSTER, model, links(3.0))
+        prediction = predict(STRATEGIES["NNI"], CLUSTER, replace(MODEL, bucket=10**9 // buckets), links(3.0))
         assert prediction.seconds["between"] == pytest.approx(6.0 - hidden, abs=0.01)
 
 
@@ -199,8 +198,7 @@ def test_matrices_are_orthogonalized_while_others_travel(
     assert prediction.total_seconds - without.total_seconds == pytest.approx(added, abs=0.002)
     shared = {"G": 8, "I": 2, "N": 2}[name[2]]
     assert prediction.busy["update"] - without.busy["update"] == pytest.approx(orthogonalizing / shared)
-    exchanged = 0.4 if name == "IIG" else 0.0
-    assert prediction.busy["between"] - without.busy["between"] == pytest.approx(exchanged)
+    assert prediction.busy["between"] - without.busy["between"] == pytest.approx(0.4 if name == "IIG" else 0.0)
     # To owners and back: two messages a round.
     slow = Rates(*(HopRates(Rate(0.0, 1e15), Rate(0.5, 1e15)) for _ in range(2)), memory=1e13)
     with_muon, without = (predict(STRATEGIES["IIG"], CLUSTER, model, slow) for model in (MUON, MODEL))
@@ -210,8 +208,7 @@ def test_matrices_are_orthogonalized_while_others_travel(
 def test_plain_stages_by_hand() -> None:
     """ZeRO-1 waits for updated parameters; its hops run at the same time, so the hop inside a group is hidden."""
     plain = {row.name: row.total_seconds for row in predict_plain(CLUSTER, MODEL, links(3.0, within=2.0))}
-    reduced = 3.0 - BACKWARD * LATER
-    assert plain["ZeRO-1"] == pytest.approx(3.0 + reduced + 3.0, abs=0.01)
+    assert plain["ZeRO-1"] == pytest.approx(3.0 + (3.0 - BACKWARD * LATER) + 3.0, abs=0.01)
     assert plain["ZeRO-2"] == pytest.approx(plain["ZeRO-1"])
     assert plain["DDP"] == pytest.approx(3.0 + 6.0 - BACKWARD * LATER, abs=0.3)
     one_bucket = predict_plain(CLUSTER, replace(MODEL, bucket=10**9), links(3.0, within=2.0))

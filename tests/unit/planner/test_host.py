@@ -91,8 +91,7 @@ def test_pageable_memory_hides_nothing() -> None:
 
 
 def test_plain_zero_3_and_experts_are_copied_as_well() -> None:
-    plain = predict_plain_stage("GGG", CLUSTER, MODEL, RATES)
-    assert plain.busy["host"] == pytest.approx(6 * 0.25 + 0.1)
+    assert predict_plain_stage("GGG", CLUSTER, MODEL, RATES).busy["host"] == pytest.approx(6 * 0.25 + 0.1)
     own = ModelStates.of(10**9)
     experts = Part(2, own, held=replace(own, parameters=0.0))  # among 4 ranks in groups of 2
     with_experts = of("IIG", replace(MODEL, experts=(experts,), host=HostParameters(cache=0.25e9)))

@@ -54,9 +54,7 @@ def test_copies_from_the_host_use_the_memory_of_parameters(
 
 
 @pytest.mark.parametrize("on_host, free, size", [(True, 2**40, 64), (False, 2**20, 64), (False, 2**30, 128)])
-def test_memory_is_measured_beyond_caches_if_it_fits(
-    monkeypatch: pytest.MonkeyPatch, on_host: bool, free: int, size: int
-) -> None:
+def test_memory_is_probed_beyond_caches(monkeypatch: pytest.MonkeyPatch, on_host: bool, free: int, size: int) -> None:
     """MiB of the buffer: on the host, on a device with little free memory, and on one with enough."""
     on_device(monkeypatch, is_synchronized_device=lambda: on_host, available_memory=lambda: free)
     monkeypatch.setattr(probe, "_seconds", lambda run: run().nbytes / 2**20)

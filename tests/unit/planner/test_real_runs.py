@@ -24,15 +24,13 @@ def test_files_are_those_of_real_saves(ranks: Any, kernels: bool, tmp_path: Path
     expected = SaveFiles.for_strategy(STRATEGIES[name], [Family(sizes, states, errors)])
     if name[0] == "N":
         expected = expected._replace(weights=(expected.weights[0]._replace(each=states.parameters),))
-    for kind, expected_file in {
+    for kind, file in {
         "model_states": expected.weights[0],
         "optim_states": expected.states,
         "residuals": expected.errors,
     }.items():
         file_sizes = [path.stat().st_size for path in (tmp_path / "tag").glob("*.pt") if kind in path.name]
-        assert file_sizes == (
-            [pytest.approx(expected_file.each, rel=0.01)] * expected_file.ranks if expected_file.each else []
-        ), kind
+        assert file_sizes == ([pytest.approx(file.each, rel=0.01)] * file.ranks if file.each else []), kind
 
 
 def saved(name: str, folder: str) -> tuple[int, int]:

@@ -81,8 +81,7 @@ def test_a_simulation_of_failures_loses_the_same_and_least(held: float, lasts: f
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_of_files_by_hand(name: str) -> None:
-    row = STRATEGIES[name]
-    files = SaveFiles.for_strategy(row, [Family(CLUSTER, STATES, ERRORS)])
+    files = SaveFiles.for_strategy(STRATEGIES[name], [Family(CLUSTER, STATES, ERRORS)])
     writers, states = {"N": (1, 4.8e9), "I": (4, 1.2e9), "G": (8, 0.6e9)}[name[2]]
     weights = {"N": (1, 2e9 + 1.2e9), "I": (writers, 0.3e9), "G": (writers, 0.15e9)}[name[0]]
     assert (files.states, files.errors, *files.weights) == ((writers, states), (8, ERRORS), weights)
@@ -95,9 +94,7 @@ def test_bytes_of_files_by_hand(name: str) -> None:
     ("NNN", 4, 4, 4, 4.8e9 + 2.4e9),
     ("NIG", 4, 2, 8, 4.8e9 / 8 + 2.4e9 / 4),
 )
-def test_ranks_that_have_all_experts_together_write_them(
-    name: str, m: int, size: int, writers: int, states: float
-) -> None:
+def test_ranks_that_share_all_experts_write_them(name: str, m: int, size: int, writers: int, states: float) -> None:
     sizes = GroupSizes(8, m)
     own = Family(sizes.of_experts(size), ModelStates.of(2 * 10**8))
     files = SaveFiles.for_strategy(STRATEGIES[name], [Family(sizes, STATES), own])
@@ -158,8 +155,7 @@ def test_the_interval_is_in_whole_steps() -> None:
         assert one.lost == share_lost(one.seconds, one.held, one.lasts, SAVES.mtbf, 120.0)
     slow = of("NIG", saves=replace(SAVES, disk=2e6)).saves  # 2800 s a save
     assert slow.asynchronous.steps == math.ceil((slow.asynchronous.lasts - slow.asynchronous.held) / step)
-    rare = of("NIG", replace(MODEL, compute=1e6)).saves
-    assert rare.synchronous.steps == 1
+    assert of("NIG", replace(MODEL, compute=1e6)).saves.synchronous.steps == 1
 
 
 def test_asynchronous_saves_pin_what_a_rank_writes() -> None:

@@ -163,9 +163,9 @@ def test_the_cluster_leaves_no_process_or_namespace(
 @pytest.mark.deep
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_launchers_start_the_ranks(start: Start, launcher: str) -> None:
-    process = start(SHOW, "--launcher", launcher, "--ranks-per-node", "3,2")
+    process = start(SHOW, "--launcher", launcher, "--ranks-per-node", "4,2")
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
-    for rank in range(5):
-        prefix, size = ("[node 1] ", 2) if rank >= 3 else ("", 3)
-        assert f"{prefix}{rank} {rank % 3} 5 internode {size}" in out.splitlines()
+    for rank in range(6):
+        prefix, size = ("[node 1] ", 2) if rank >= 4 else ("", 4)
+        assert f"{prefix}{rank} {rank % 4} 6 internode {size}" in out.splitlines()

@@ -91,13 +91,8 @@ def test_four_bit_messages_use_the_scale_of_their_step(ranks: Any, kernels: bool
 
 def scales_case() -> list[tuple[float, float]]:
     """Return the scale of torch's scaler after each step, in which it grows, and the scale that 4-bit messages use."""
-    job = Job(
-        sizes=SQUARE,
-        empty=False,
-        steps=3,
-        zero={**SMALL, "zeropp_loco_param": {}},
-        config={"torch_autocast": {"enabled": True, "dtype": "float16"}},
-    )
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    job = Job(sizes=SQUARE, empty=False, steps=3, zero={**SMALL, "zeropp_loco_param": {}}, config=autocast)
     engine, _ = training.make_engine(job, placed("NIG"))
     engine.optimizer.torch_autocast_gradscaler.set_growth_interval(1)
     data = training.batches(job)

@@ -62,8 +62,7 @@ def test_parity_of_moe_layers_with_sharded_parameters(
 ) -> None:
     """DeepSpeed's stage 3 rejects MoE layers, so the oracle is its stage 2."""
     zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}
-    rows = run(ranks, ep, {**job, "zero": zero}, 4, group, strategies=names, stage=2)
-    check(rows)
+    check(run(ranks, ep, {**job, "zero": zero}, 4, group, strategies=names, stage=2))
 
 
 @with_cases(
@@ -97,9 +96,7 @@ def test_parity_of_experts_folded_into_tensor_parallelism(
 
 
 @with_cases("kind, names", ("MoE", ("NIG",)), *deep(("MoE", ("NNN", "NII")), ("AutoEP", ("NIG", "III", "IGG"))))
-def test_quantization_errors_of_families_are_separate(
-    ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]
-) -> None:
+def test_loco_errors_of_families_are_separate(ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]) -> None:
     """Eight bits are close to exact, and each family has its own four bits."""
     for row in ranks(4).rows(expert_cases.few_bits_case, kind, names):
         assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
@@ -226,9 +223,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
         engine.destroy()
         return error
 
-    universal = Job(
-        sizes=expert_cases.SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}}
-    )
+    universal = replace(routed, config={"checkpoint": {"load_universal": True}})
     Path(folder, "NIG", "universal", "zero").mkdir(parents=True, exist_ok=True)
     wider = Job(sizes=expert_cases.SIZES, network=type("", (networks.RoutedOverTwo,), {"more": 3}), optimizer="Adam")
     refused = [refusal(universal, "NIG", tag="universal"), refusal(routed, "NII"), refusal(wider, "NIG")]

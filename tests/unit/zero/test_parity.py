@@ -59,13 +59,11 @@ def compared(kind: str, row: Row, strategies: Sequence[str]) -> list[Difference]
     table, settings = parity_table.TABLES[kind], parity_table.merge_changes(kind, row)
     with nan_until_written() if "nan" in settings else contextlib.nullcontext():
         stage = {"stage": parity_table.stock_stage(row)}
-        oracle = training.train(job_of(kind, parity_table.stock_row(kind, row)), stage)
-        assert oracle.weights.isfinite().all()
-        assert all(oracle.applied) == (row["overflow"] == "finite")
+        stock = training.train(job_of(kind, parity_table.stock_row(kind, row)), stage)
+        assert stock.weights.isfinite().all()
+        assert all(stock.applied) == (row["overflow"] == "finite")
         return [
-            training.beside(
-                oracle, name, job_of(kind, table.with_strategy(row, name)), placed(name, settings["group"])
-            )
+            training.beside(stock, name, job_of(kind, table.with_strategy(row, name)), placed(name, settings["group"]))
             for name in strategies
         ]
 

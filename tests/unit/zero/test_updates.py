@@ -329,9 +329,7 @@ WAITS: dict[str, tuple[Any, list[int], list[int], Any, list[int]]] = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("make, first, second, change, third", WAITS.values(), ids=WAITS.keys())
-def test_a_module_waits_for_parameters_that_it_may_read(
-    make: Any, first: Any, second: Any, change: Any, third: Any
-) -> None:
+def test_a_module_waits_for_what_it_may_read(make: Any, first: Any, second: Any, change: Any, third: Any) -> None:
     model = make()
     updates = hooked_gathers(model)
     copy.deepcopy(model)  # reads parameters, and calls nothing
