@@ -77,11 +77,11 @@ def uneven_nodes_warning(counts: Collection[int], group_size: int) -> str:
     """Return what groups of this size cost on nodes with these numbers of ranks; empty if the numbers are equal."""
     if len(set(counts)) == 1:
         return ""
-    alone = ", so I means N" if group_size == 1 else ""
+    numbers, alone = ", ".join(map(str, dict.fromkeys(counts))), ", so I means N" if group_size == 1 else ""
     return (
-        f"nodes have {', '.join(map(str, counts))} data-parallel ranks, so groups have {group_size}, their greatest "
-        f"common divisor{alone}. States in I take {max(counts) / group_size:g} times the memory of groups of "
-        f"{max(counts)}, and nodes with several groups also send messages between them"
+        f"nodes have {numbers} data-parallel ranks, so groups have {group_size}, their greatest common divisor"
+        f"{alone}. States in I take {max(counts) / group_size:g} times the memory of groups of {max(counts)}, and "
+        f"nodes with several groups also send messages between them"
     )
 
 
@@ -298,7 +298,7 @@ def _gather_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[
                 f"zero_optimization.paro_group_size differs between the ranks {group_ranks}: {sorted(configured)} "
                 f"(0: absent). Give it the same value on all ranks."
             )
-        m = configured.pop() or (1 if len(group_ranks) == 1 else _default_group_size(group_ranks, rows))
+        m = configured.pop() or (1 if len(group_ranks) == 1 else _default_group_size(members.values(), rows))
         GroupSizes(len(group_ranks), m)
         ranks_and_sizes.append((group_ranks, m))
     warnings = [
@@ -309,11 +309,12 @@ def _gather_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[
     return ranks_and_sizes
 
 
-def _default_group_size(ranks: Sequence[int], rows: Sequence[Sequence[int]]) -> int:
-    """Return the default group size, and log if nodes have different numbers of these ranks."""
+def _default_group_size(data_parallel: Iterable[Sequence[int]], rows: Sequence[Sequence[int]]) -> int:
+    """Return the default group size of all data-parallel groups, because stages of a pipeline share weights and need
+    the same hops. Log if nodes have different numbers of their ranks."""
     nodes = nodes_of_ranks([size for *_, size, _ in rows])
-    m = default_group_size(ranks, nodes)
-    warning = uneven_nodes_warning(Counter(nodes[rank] for rank in ranks).values(), m)
+    counts = [count for ranks in data_parallel for count in Counter(nodes[rank] for rank in ranks).values()]
+    warning = uneven_nodes_warning(counts, m := math.gcd(*counts))
     _warn_once(warning and f"deepspeed_ext: {warning} (zero_optimization.paro_group_size).")
     return m
 

@@ -280,9 +280,8 @@ class ParoConfig(BaseModel):
         finer = [name for name, letter in self._placements.items() if Placement[letter] >= strategy.p]
         if finer:
             raise ValueError(
-                f'{SECTION}.{MODULES} takes only placements that are coarser than p, which is "N" with {STRATEGY} '
-                f"{strategy} (p = {strategy.p.name}), got {finer[0]!r}: {self._placements[finer[0]]!r}. Use a "
-                f"strategy with p = G, or remove this pattern."
+                f'{SECTION}.{MODULES} takes only "N" with p = I ({STRATEGY} {strategy}), got {finer[0]!r}: '
+                f"{self._placements[finer[0]]!r}. Use a strategy with p = G, or remove this pattern."
             )
         fills, of_fill = self.paro_modules == FILL, f' and {MODULES} "{FILL}"'
         if fills and self.paro_memory_gb is None:

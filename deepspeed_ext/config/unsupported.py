@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_ext.config.keys import GROUP_SIZE, OUTER, SECTION, STRATEGY, our_keys
+from deepspeed_ext.config.keys import GROUP_SIZE, MODULES, OUTER, SECTION, STRATEGY, our_keys
 from deepspeed_ext.config.refused import any_strategy, replicates_parameters, shards_parameters
 from deepspeed_ext.strategy import Strategy
 
@@ -164,6 +164,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda engine, optimizer: engine.pipeline_parallelism and _has_outer_optimizer(engine),
         "all stages of a pipeline step together, but with {} groups of ranks train separately",
         advice=f"Remove {OUTER}",
+    ),
+    Unsupported(
+        lambda engine, optimizer: (
+            MODULES if engine.pipeline_parallelism and getattr(engine._config.zero_config, MODULES, None) else ""
+        ),
+        "{} names modules of the model, and stages of a pipeline have different ones",
+        advice=f"Remove {MODULES}",
     ),
     Unsupported(
         lambda engine, optimizer: engine.has_moe_layers and _has_outer_optimizer(engine),

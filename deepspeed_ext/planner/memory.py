@@ -111,7 +111,7 @@ class Part:
 
     Attributes:
         size: number of neighboring ranks that together have all of them: 1, or the expert-parallel size.
-        states, held, fetches, matrices: as in ``Model``, for those that one rank has.
+        states, held, fetches, matrices, shared: as in ``Model``, for those that one rank has.
     """
 
     size: int
@@ -119,6 +119,7 @@ class Part:
     held: ModelStates | None = None
     fetches: int = 1
     matrices: float = 0.0
+    shared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -231,8 +232,10 @@ class Model:
                     held=None if rest.held is None or part.held is None else rest.held - part.held,
                     fetches=max(1, rest.fetches - part.fetches),
                     matrices=rest.matrices - part.matrices,
+                    shared=rest.shared - part.shared,
                 )
-                families.append((sizes, replace(self._only(part), placement=placement)))
+                again = 0.0 if placement == Placement.N else part.shared
+                families.append((sizes, replace(self._only(part), placement=placement, shared=again)))
         return [(sizes, rest), *families]
 
     @property

@@ -20,7 +20,7 @@ from deepspeed_ext.model_bytes import (
 from deepspeed_ext.planner.memory import BUCKET, Model, Part
 from deepspeed_ext.strategy import Placement, full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
-from deepspeed_ext.zero.module_placements import placed_parameters, placement_of
+from deepspeed_ext.zero.module_placements import placed_parameters
 
 MAX_LIVE = 10**9  # elements; DeepSpeed's default stage3_max_live_parameters
 MAX_TOKENS = 2048  # maximum tokens of a sample: most models have longer contexts than they are trained on
@@ -57,7 +57,8 @@ def describe(
 
     def part(size: int, params: list[nn.Parameter], fetches: int) -> Part:
         matrices = float(width * sum(map(numel_of, muon_parameters(params))))
-        return Part(size, count_states(params, parameter_bytes, width), fetches=fetches, matrices=matrices)
+        shared = _shared_bytes(model, units, parameter_bytes, params)
+        return Part(size, count_states(params, parameter_bytes, width), None, fetches, matrices, shared)
 
     experts = tuple(
         part(size, params, len(list(_layers_with(model, params)))) for size, params in experts_by_size(model).items()
@@ -75,7 +76,7 @@ def describe(
         accumulation,
         fetches=fetches,
         largest_layer=largest_layer,
-        shared=_shared_bytes(model, units, parameter_bytes),
+        shared=_shared_bytes(model, units, parameter_bytes, dense_parameters(model)),
         without_units=_count_fetches(model, replace(units, budget=None), parameter_bytes),
         bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, muon_parameters(dense_parameters(model))))),
@@ -167,9 +168,11 @@ def _count_fetches(
     )
 
 
-def _shared_bytes(model: nn.Module, units: Settings, parameter_bytes: int | None) -> float:
-    """Return the bytes of dense parameters that another fetch gathers again, without those of ``paro_modules``."""
-    first = {id(param): param for param in dense_parameters(model) if placement_of(param) is None}
+def _shared_bytes(
+    model: nn.Module, units: Settings, parameter_bytes: int | None, params: Sequence[nn.Parameter]
+) -> float:
+    """Return the bytes of these parameters that another fetch gathers again."""
+    first = {id(param): param for param in params}
     fetched = [param for layer, _ in _fetches(model, units) for param in layer if id(param) in first]
     return parameter_nbytes(fetched, parameter_bytes) - parameter_nbytes(list(first.values()), parameter_bytes)
 

@@ -109,13 +109,13 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
         With slices, each is sent in one all-gather after the step, of at most a bucket.
         """
-        configured, create = self.sub_group_size, super()._create_fp16_sub_groups
-        if self.parameters.has_slices:
-            self.sub_group_size = min(configured, max(1, self.context.gather_bucket // self.context.ranks))
-        try:
-            return [group for _, run in groupby(params_group, slices_name) for group in create(list(run))]
-        finally:
+        configured, sub_groups = self.sub_group_size, list[list[ZeroParameter]]()
+        for name, run in groupby(params_group, slices_name):
+            if self.parameters.slices[name].has_slices:
+                self.sub_group_size = min(configured, max(1, self.context.gather_bucket // self.context.ranks))
+            sub_groups += super()._create_fp16_sub_groups(list(run))
             self.sub_group_size = configured
+        return sub_groups
 
     @override
     def _get_parameter_partitions(self) -> list[Tensor]:

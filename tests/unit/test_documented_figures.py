@@ -131,7 +131,7 @@ def test_messages_that_pages_quote() -> None:
         "contradicts": "deepspeed_ext/config/model.py",
         "is at the top level of the configuration; move it into": "deepspeed_ext/config/keys.py",
         "paro_group_size must divide the data-parallel size": "deepspeed_ext/strategy.py",
-        "paro_strategy needs the number of ranks per node": "deepspeed_ext/comm/process_groups.py",
+        "paro_strategy needs the number of ranks on each node": "deepspeed_ext/comm/process_groups.py",
         "cannot be combined with": "deepspeed_ext/config/refused.py",
         "groups of one rank": "deepspeed_ext/zero/announcement.py",
         "one group": "deepspeed_ext/zero/announcement.py",

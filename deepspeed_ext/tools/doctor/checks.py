@@ -18,6 +18,8 @@ from typing import Any
 
 from deepspeed_ext.comm.process_groups import (
     LOCAL_SIZE_VARIABLES,
+    default_group_size,
+    nodes_of_ranks,
     placement_warning,
     ranks_per_node,
     uneven_nodes_warning,
@@ -88,8 +90,9 @@ def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
     usual = statistics.mode(len(ranks) for ranks in hosts.values())
     uneven = _hosts_text({host: ranks for host, ranks in hosts.items() if len(ranks) != usual})
     uneven = uneven and f"most hosts hold {usual} rank(s), but some do not: {uneven}"
-    counts = [len(ranks) for ranks in hosts.values()]
-    advice = f"{uneven_nodes_warning(counts, math.gcd(*counts))}. Start the same number of ranks on every node."
+    counts, advice = [len(ranks) for ranks in hosts.values()], "Start the same number of ranks on every node."
+    if launch.options.group_size is None:
+        advice = f"{uneven_nodes_warning(counts, math.gcd(*counts))}. {advice}"
     fine = f"{len(hosts)} of {usual} rank(s): {_hosts_text(hosts)}"
     findings = [finding_for("hosts", uneven, advice, fine, Level.LOOK)]
     scattered = {host: ranks for host, ranks in hosts.items() if ranks != list(range(ranks[0], ranks[-1] + 1))}
@@ -98,15 +101,17 @@ def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
             Finding("order of ranks", Level.WRONG, f"not consecutive: {_hosts_text(scattered)}", _FILL_ADVICE)
         )
     per_node = by_value(_column(answers, "per_node"))
-    size = launch.options.group_size or (None if None in per_node else math.gcd(*per_node))
     if launch.world == 1:
         return [*findings, Finding("groups", Level.OK, "one rank: nothing to group")]
-    if size is None:
+    if None in per_node and launch.options.group_size is None:
         text = f"the launcher says in {' or '.join(LOCAL_SIZE_VARIABLES)} how many ranks share a node: "
         text += "; ".join(f"{value or 'nothing'} on {ranks_text(ranks)}" for value, ranks in per_node.items())
         advice = "Set zero_optimization.paro_group_size, and --group-size."
         return [*findings, Finding("groups", Level.WRONG, text, advice)]
+    known, everyone = _column(answers, "per_node"), range(launch.world)
     try:
+        size = launch.options.group_size
+        size = size or default_group_size(everyone, nodes_of_ranks([known.get(rank) or 0 for rank in everyone]))
         sizes = GroupSizes(launch.world, size)
     except ValueError as error:
         return [*findings, Finding("groups", Level.WRONG, str(error))]

@@ -329,7 +329,7 @@ def _ranks_of_nodes(arguments: argparse.Namespace, launched: bool) -> list[int]:
     """Return the number of ranks on each node."""
     nodes, given = arguments.nodes, arguments.ranks_per_node or []
     if not launched:
-        if nodes is None and len(given) < 2:
+        if not given or (nodes is None and len(given) == 1):
             raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which sets them).")
         counts = given * nodes if len(given) == 1 else given
         if nodes not in (None, len(counts)):

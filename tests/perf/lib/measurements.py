@@ -165,7 +165,9 @@ class Measurement:
         row.formula_bytes = prediction.volume.inter * sizes.group_size
         if "bytes_within" in row.more:
             row.more["formula_bytes_within"] = round(prediction.volume.intra * sizes.group_size)
-            row.more["formula_held"] = round(prediction.memory.total)
+            row.more["formula_held"] = (
+                None if method.sent.label else round(prediction.memory.total)
+            )  # errors: transient
         row.more |= {} if rates is None else {"seconds_predicted": prediction.total_seconds}
 
     def describe(self, method: Method) -> Model:

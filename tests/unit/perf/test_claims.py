@@ -15,7 +15,7 @@ from tests.harness.documents import page
 from tests.perf import cluster, sum_errors, tables
 from tests.perf.lib import network, paper, records, studies, tabulated
 from tests.perf.lib.records import RESULTS, Row, read_rows, seconds_of
-from tests.perf.lib.settings import BOTH, LOCO
+from tests.perf.lib.settings import BOTH, EMBEDDINGS, LOCO
 
 pytestmark = pytest.mark.quick
 
@@ -234,6 +234,9 @@ def test_figures_of_guides_have_their_rows() -> None:
     def taken(rows_by_method: dict[str, Row], *methods: str) -> list[str]:
         return [f"{seconds_of(rows_by_method[method].median)} s" for method in methods]
 
+    def within(method: str) -> float:
+        return float(gpt2[method].more["bytes_within"])
+
     cluster, gpt2 = rows(tables.CLUSTER, "2x2-large-4"), rows("gpt2_cluster.csv", "2x2-gpt2")
     lora, slow = rows("host_parameters.csv", "2x2-LoRA-100"), rows("host_parameters.csv", "2x2-LoRA-15", 15)
     leaf = {row["case"]: row for row in read_rows(RESULTS / "leaf_overhead.csv") if row["packed"] == "False"}
@@ -270,5 +273,10 @@ def test_figures_of_guides_have_their_rows() -> None:
             "these are {} and {}".format(*stops),
         ),
         "how_to/frameworks": (f"is {times(gpt2, 'NIG', 'ZeRO-3'):.1f} times as fast under N-I-G as under ZeRO-3",),
+        "zero/modules": (
+            f"a node's ranks send each other {within('IIG' + EMBEDDINGS) / within('IIG'):.2f} of the bytes "
+            f"(N-I-G: {within('NIG') / within('IIG'):.2f}), and hold {share(gpt2, 'IIG' + EMBEDDINGS, 'IIG'):.2f} "
+            f"times as much (N-I-G: {share(gpt2, 'NIG', 'IIG'):.2f})",
+        ),
     }
     assert not [said for name, some in sentences.items() for said in missing(some, f"deepspeed_ext/{name}.md")]
