@@ -2,15 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-steps of an accumulation: one backward each, whose last buckets may overlap the next one."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol
 
-from torch import Tensor
-
-from deepspeed_ext.comm.agreement import all_reduce_max
-from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.context import Context
 
 
@@ -23,13 +18,6 @@ class FamilyGradients(Protocol):
 
     def drain(self) -> None:
         """Wait for all buckets."""
-
-
-class LearnsOrder(Protocol):
-    """What is sent in an order that the first step determines."""
-
-    def learn_order(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Sort what is sent; see ``Boundary.learn_order``. Collective, once."""
 
 
 class AccumulatingOptimizer(Protocol):
@@ -49,9 +37,8 @@ class MicroSteps:
         context: shared constants.
 
     Attributes:
-        full_threshold: a DeepSpeed bucket with more elements is full: not even the smallest parameter fits. DeepSpeed
-            would keep it until a parameter does not fit, which takes as long as the backward of another layer.
         has_begun: whether a backward has begun. A pipeline's engine ends some backwards twice.
+        last_was_declared: whether an accumulation's last backward was declared before it ran.
         overlap: whether the last buckets of a micro-step may be sent during the next one. This requires that gradients
             are not read between the two.
     """
@@ -61,8 +48,7 @@ class MicroSteps:
         self.overlap = False
         self._flush_follows = False  # whether this backward is the last one before a boundary that the caller declares
         self._context, self._optimizer = context, optimizer
-        self._last_was_declared = False  # whether an accumulation's last backward was declared before it ran
-        self.full_threshold = 0
+        self.last_was_declared = False
 
     @property
     def is_last(self) -> bool:
@@ -93,7 +79,7 @@ class MicroSteps:
             RuntimeError: the boundary was canceled during the backward.
         """
         boundary, self.has_begun = self._optimizer.is_gradient_accumulation_boundary(), False
-        self._last_was_declared = boundary or self._flush_follows
+        self.last_was_declared = boundary or self._flush_follows
         if boundary:
             self._optimizer.sync_gradients()
         elif not self._flush_follows and any(gradients.has_sent for gradients in self._optimizer.gradients.values()):
@@ -111,22 +97,3 @@ class MicroSteps:
             for gradients in self._optimizer.gradients.values():
                 gradients.drain()
         self._context.reductions.wait()  # or the current stream would read incomplete sums
-
-    def learn_order(self, learners: Iterable[LearnsOrder]) -> None:
-        """Learn the order of gradients, if the last micro-batch of the step was known in advance. Collective, once."""
-        if self._last_was_declared:
-            for learner in learners:
-                learner.learn_order(partial(all_reduce_max, group=self._context.topology.world))
-
-    # Bucket size ######################################################################################
-
-    def set_bucket_size(self, numels: Iterable[int]) -> int:
-        """Set the bucket size, and return its number of elements.
-
-        Args:
-            numels: elements of all trained parameters; empty ones are ignored.
-        """
-        filled = [numel for numel in numels if numel]
-        bucket_size = full_bucket(self._context.reduce_bucket, sum(filled))
-        self.full_threshold = max(0, bucket_size - min(filled, default=1))
-        return bucket_size

@@ -133,7 +133,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         self.parameters.begin_step()  # gathers of the last step may still write rows that this step writes
         if self.reduction.awaits_boundary:
             self.sync_gradients()
-        self.micro_steps.learn_order(self.gradients.values())
+        self.reduction.learn_order()
         self.reduction.clear()
         super()._pre_step()
 

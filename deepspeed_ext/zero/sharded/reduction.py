@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import zero_gradients
-from deepspeed_ext.strategy import Placement
+from deepspeed_ext.strategy import Placement, full_bucket
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
 from deepspeed_ext.zero.micro_steps import MicroSteps
@@ -118,7 +118,12 @@ class GradientReduction:
         self.keeps_full = context.strategy.g == Placement.N
         for bucket in optimizer.ipg_buckets.values() if self.keeps_full else ():
             bucket.buffer = None  # gradients do not go through DeepSpeed's buckets
-        bucket_size = micro_steps.set_bucket_size(param.ds_numel for group in optimizer.fp16_groups for param in group)
+        numels = [param.ds_numel for group in optimizer.fp16_groups for param in group if param.ds_numel]
+        bucket_size = full_bucket(context.reduce_bucket, sum(numels))
+        # With more elements, not even the smallest parameter fits into a bucket. DeepSpeed would keep it until a
+        # parameter does not fit, which takes as long as the backward of another layer.
+        self._full_threshold = max(0, bucket_size - min(numels, default=1))
+        self._max_over_ranks = partial(all_reduce_max, group=context.topology.world)
         self.gradients = {  # of each family
             name: ShardedGradients(context, family=name, optimizer=optimizer, slices=slices[name], bucket=bucket_size)
             for name in context.families
@@ -189,7 +194,7 @@ class GradientReduction:
 
     def reduce_if_full(self, dtype: torch.dtype) -> None:
         """Reduce DeepSpeed's bucket of a dtype if no other parameter fits into it."""
-        if self._optimizer.ipg_buckets[dtype].elements > self._micro_steps.full_threshold:
+        if self._optimizer.ipg_buckets[dtype].elements > self._full_threshold:
             self._optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
 
     def reduce_bucket(self, dtype: torch.dtype, sequence_parallel_size: int = 1) -> None:
@@ -231,8 +236,14 @@ class GradientReduction:
         """Called at the end of a backward, after its last gradient."""
         with self._reductions.after_current():
             for gradients in self.gradients.values():
-                gradients.end_backward(partial(all_reduce_max, group=self._context.topology.world))
+                gradients.end_backward(self._max_over_ranks)
         self.awaits_boundary = True
+
+    def learn_order(self) -> None:
+        """Learn the order of gradients, if the last micro-batch of the step was known in advance. Collective, once."""
+        if self._micro_steps.last_was_declared:
+            for gradients in self.gradients.values():
+                gradients.learn_order(self._max_over_ranks)
 
     # The accumulation boundary: g -> os ###############################################################
 
