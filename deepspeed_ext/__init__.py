@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.export import export_weights
     from deepspeed_ext.checkpoint.in_memory import save_in_memory
     from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
+    from deepspeed_ext.zero.last_batches import last_batches
     from deepspeed_ext.zero.outer import outer_weights
+    from deepspeed_ext.zero.sample_weights import set_tokens
     from deepspeed_ext.zero.updates_in_flight import wait_for_updates
 
 __all__ = [
@@ -26,14 +28,18 @@ __all__ = [
     "__version__",
     "activate",
     "export_weights",
+    "last_batches",
     "outer_weights",
     "save_in_memory",
+    "set_tokens",
     "wait_for_updates",
 ]
 _MODULES = {
     "export_weights": "checkpoint.export",
+    "last_batches": "zero.last_batches",
     "outer_weights": "zero.outer",
     "save_in_memory": "checkpoint.in_memory",
+    "set_tokens": "zero.sample_weights",
     "wait_for_updates": "zero.updates_in_flight",
 }
 

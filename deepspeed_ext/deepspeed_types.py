@@ -57,6 +57,8 @@ class ZeroConfig(Protocol):
     paro_parameter_cache_bytes: int
     paro_quantized_updates: Any  # settings of config.settings, or None
     paro_outer_optimizer: Any
+    paro_micro_batches: list[int] | None
+    paro_weights: str | None
     paro_memory_gb: float | None
     paro_modules: dict[str, str] | str | None
     paro_decision_file: str
@@ -74,6 +76,8 @@ class Config(Protocol):
     optimizer_params: dict[str, Any] | None
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
+    train_batch_size: int
+    world_size: int  # data-parallel ranks, as batches count them
     seq_parallel_communication_data_type: torch.dtype | None
     managed_gradient_accumulation: bool
     use_data_before_expert_parallel_: bool
@@ -105,6 +109,9 @@ class Engine(Protocol):
     mpu: Any
     monitor: Monitor
     timers: Timers
+    tput_timer: Any
+    set_train_batch_size: Callable[[int], None]
+    set_train_micro_batch_size: Callable[[int], None]
     communication_data_type: torch.dtype
     has_moe_layers: bool
     expert_data_parallel_group: dict[str, ProcessGroup]
@@ -119,6 +126,7 @@ class Engine(Protocol):
     destroy: Callable[..., None]
     seq_data_parallel_group: ProcessGroup
     seq_dp_world_size: int
+    sequence_parallel_size: int
     mp_world_size: int
     global_rank: int
     local_rank: int

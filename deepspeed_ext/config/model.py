@@ -8,7 +8,7 @@ Errors are one paragraph with the key, the expected value, and the given value. 
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from annotated_types import Ge, Predicate
+from annotated_types import Ge, MinLen, Predicate
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from deepspeed_ext.config.keys import (
@@ -21,6 +21,7 @@ from deepspeed_ext.config.keys import (
     LOCO,
     MAX_LIVE,
     MEMORY,
+    MICRO_BATCHES,
     MICS_HIERARCHICAL,
     MICS_SIZE,
     MODULES,
@@ -33,6 +34,7 @@ from deepspeed_ext.config.keys import (
     STAGE,
     STRATEGY,
     THRESHOLD,
+    WEIGHTS,
     our_keys,
 )
 from deepspeed_ext.config.settings import (
@@ -55,6 +57,12 @@ STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # DeepSpeed's stage -> the e
 PLAIN = {"NNN": "DDP"} | {name: f"ZeRO-{stage}" for stage, name in STRATEGY_OF_STAGE.items()}  # equal, without groups
 # Those that may have an outer optimizer.
 OUTER_STRATEGIES = tuple(name for name, row in STRATEGIES.items() if row.os == Placement.I)
+
+# Keys that do nothing without a strategy.
+_KEYS_OF_STRATEGIES = (
+    *(GROUP_SIZE, OVERLAP_UPDATES, REDUCE, MODULES, OUTER, MICRO_BATCHES, WEIGHTS, CACHE_BYTES),
+    *FASTEST_KEYS,
+)
 
 
 def _check_strategy_name(name: str | None) -> str | None:
@@ -116,6 +124,17 @@ class ParoConfig(BaseModel):
     ] = None
     """Trains groups separately; [an outer optimizer](../zero/outer_optimizer.md) combines them every 30 steps. With
     os = I: I-I-I, N-I-I, I-N-I, N-N-I."""
+    paro_micro_batches: Annotated[
+        list[Annotated[int, Ge(1)]] | None,
+        MinLen(1),
+        key_field("a list of integers of at least 1 (micro-batches of a step, for each group), or absent"),
+    ] = None
+    """With p and g = N or I: groups run [different numbers of micro-batches](../zero/micro_batches.md) per step, as
+    [4, 4, 2]. Replaces `gradient_accumulation_steps`."""
+    paro_weights: Annotated[str | None, Predicate((None, "tokens").__contains__), key_field('"tokens", or absent')] = (
+        None
+    )
+    """Mean of gradients: over micro-batches, or [over tokens](../zero/micro_batches.md#tokens)."""
     paro_parameter_cache_bytes: Annotated[int, key_field("an integer of at least 0 (bytes on each device)", ge=0)] = 0
     """With `offload_param` and I-N-G, I-I-G or I-G-G: bytes of parameter shards that are
     [also on the device](../zero/host_memory.md)."""
@@ -250,7 +269,7 @@ class ParoConfig(BaseModel):
     def _refuse_without_strategy(self, section: Mapping[str, Any]) -> None:
         """Refuse keys that do nothing without a strategy."""
         for key in section:
-            if key in (GROUP_SIZE, OVERLAP_UPDATES, REDUCE, MODULES, OUTER, CACHE_BYTES, *FASTEST_KEYS):
+            if key in _KEYS_OF_STRATEGIES:
                 raise ValueError(
                     f"{SECTION}.{key} is set ({section[key]!r}) without {SECTION}.{STRATEGY}: "
                     f"add a strategy, one of {hyphenated(STRATEGIES)}, or remove {key}."
@@ -266,11 +285,12 @@ class ParoConfig(BaseModel):
                 raise ValueError(
                     f"{SECTION}.stage must be 1, 2 or 3 (or absent) with {STRATEGY} {FASTEST}, got {stage!r}."
                 )
-            if self.paro_modules:
-                raise ValueError(
-                    f"{SECTION}.{MODULES} cannot be combined with {STRATEGY} {FASTEST}. Name a strategy with p = I or "
-                    f"G, or remove {MODULES}."
-                )
+            for key, placements in ((MODULES, "p = I or G"), (MICRO_BATCHES, "p and g = N or I")):
+                if getattr(self, key):
+                    raise ValueError(
+                        f"{SECTION}.{key} cannot be combined with {STRATEGY} {FASTEST}. Name a strategy with "
+                        f"{placements}, or remove {key}."
+                    )
             return
         if self.paro_modules and strategy.p == Placement.N:
             raise ValueError(

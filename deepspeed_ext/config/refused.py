@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
     LOCO,
+    MICRO_BATCHES,
+    OUTER,
     QUANTIZED_UPDATES,
     REDUCE,
     SECTION,
     STRATEGY,
     THRESHOLD,
+    WEIGHTS,
     strategy_key,
 )
 from deepspeed_ext.config.section import offloads
@@ -60,6 +63,11 @@ def _updates_may_be_quantized(strategy: Strategy) -> bool:
 
 def _replicates_states(strategy: Strategy) -> bool:
     return strategy.os != Placement.G
+
+
+def _communicates_in_micro_batches(strategy: Strategy) -> bool:
+    """Whether groups communicate in each micro-batch."""
+    return Placement.G in (strategy.p, strategy.g)
 
 
 @dataclass(frozen=True)
@@ -138,8 +146,19 @@ def _refuse_without_master_weights(kind: str, section: str) -> Refusal:
     )
 
 
+def _refuse_with_outer(key: str) -> Refusal:
+    return _refuse_zero_key(
+        key,
+        f"{OUTER} averages groups with equal weights; remove it, or {key}",
+        find=lambda zero: getattr(zero, key) and zero.paro_outer_optimizer is not None,
+    )
+
+
 _NEEDS_STAGE_3 = "parameters are not sharded; it needs stage 3"
 _STRATEGIES_WITH_SLICES = hyphenated(name for name, row in STRATEGIES.items() if _keeps_slices(row))
+_STRATEGIES_OF_OWN_STEPS = hyphenated(
+    name for name, row in STRATEGIES.items() if not _communicates_in_micro_batches(row)
+)
 _STAGE_1_STRATEGIES = hyphenated(name for name, row in STRATEGIES.items() if row.stage == 1)
 
 REFUSED: tuple[Refusal, ...] = (
@@ -258,6 +277,30 @@ REFUSED: tuple[Refusal, ...] = (
         f"{QUANTIZED_UPDATES}",
         lambda config: _quantizes_updates(config.zero_config) and config.torch_autocast_enabled,
         lambda strategy: _updates_may_be_quantized(strategy) and shards_parameters(strategy),
+    ),
+    _refuse_zero_key(
+        MICRO_BATCHES,
+        f"groups communicate in each micro-batch, which needs equal numbers; strategies whose groups communicate "
+        f"once per step: {_STRATEGIES_OF_OWN_STEPS}",
+        _communicates_in_micro_batches,
+    ),
+    *map(_refuse_with_outer, (MICRO_BATCHES, WEIGHTS)),
+    Refusal(
+        f"{SECTION}.{MICRO_BATCHES}",
+        "with managed_gradient_accumulation false, the script chooses the micro-batches of a step; remove one of the "
+        "two keys",
+        lambda config: config.zero_config.paro_micro_batches and not config.managed_gradient_accumulation,
+    ),
+    _refuse_zero_key(
+        WEIGHTS,
+        f"{LOCO} keeps errors of gradients before they are divided by the number of tokens",
+        find=lambda zero: zero.paro_weights and zero.zeropp_loco_param is not None,
+    ),
+    _refuse_zero_key(
+        WEIGHTS,
+        f"{QUANTIZED_UPDATES} keeps errors of sums before they are divided by the number of tokens",
+        _replicates_states,
+        lambda zero: zero.paro_weights and _quantizes_updates(zero),
     ),
     _refuse_zero_key("elastic_checkpoint", "use universal checkpoints"),
     Refusal(

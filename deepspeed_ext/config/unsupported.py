@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_ext.config.keys import GROUP_SIZE, MODULES, OUTER, SECTION, STRATEGY, our_keys
+from deepspeed_ext.config.keys import GROUP_SIZE, MICRO_BATCHES, MODULES, OUTER, SECTION, STRATEGY, WEIGHTS, our_keys
 from deepspeed_ext.config.refused import any_strategy, replicates_parameters, shards_parameters
 from deepspeed_ext.strategy import Strategy
 
@@ -107,15 +107,28 @@ def _unshardable_moe_layers(engine: Any) -> str:
     )
 
 
-def _has_outer_optimizer(engine: Any) -> str:
-    """Return the key of an outer optimizer; empty without an outer optimizer."""
-    return OUTER if getattr(engine._config.zero_config, OUTER, None) is not None else ""
+def _own_steps_key(engine: Any) -> str:
+    """Return the key with which groups run micro-batches of their own; empty without one."""
+    keys = (OUTER, MICRO_BATCHES)
+    return next((key for key in keys if getattr(engine._config.zero_config, key, None) is not None), "")
+
+
+def _tokens_across_ranks(engine: Any) -> str:
+    """Return why ranks share the tokens of a loss, if losses are weighted by tokens; else empty."""
+    kinds = {"pipelines": engine.pipeline_parallelism, "experts": engine.has_moe_layers}
+    kinds["sequence parallelism"] = engine.sequence_parallel_size > 1
+    is_used = getattr(engine._config.zero_config, WEIGHTS, None) is not None
+    return next((name for name, is_there in kinds.items() if is_used and is_there), "")
+
+
+def _remove_own_steps_key(engine: Any) -> str:
+    return f"Remove {_own_steps_key(engine)}"
 
 
 def _sequences_across_groups(engine: Any) -> str:
     """Return how separately training groups split the ranks of one sequence; empty if they do not."""
     size = engine._config.zero_config.paro_group_size
-    if not _has_outer_optimizer(engine) or size is None or size % engine.sequence_parallel_size == 0:
+    if not _own_steps_key(engine) or size is None or size % engine.sequence_parallel_size == 0:
         return ""
     return f"{engine.sequence_parallel_size} ranks share a sequence, and groups have {size}"
 
@@ -161,9 +174,9 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice="Set expert_parallel.autoep_size to a multiple of tensor_parallel.autotp_size",
     ),
     Unsupported(
-        lambda engine, optimizer: engine.pipeline_parallelism and _has_outer_optimizer(engine),
-        "all stages of a pipeline step together, but with {} groups of ranks train separately",
-        advice=f"Remove {OUTER}",
+        lambda engine, optimizer: engine.pipeline_parallelism and _own_steps_key(engine),
+        "all stages of a pipeline run the same micro-batches, but with {} groups of ranks run their own",
+        advice=_remove_own_steps_key,
     ),
     Unsupported(
         lambda engine, optimizer: (
@@ -173,13 +186,18 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice=f"Remove {MODULES}",
     ),
     Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers and _has_outer_optimizer(engine),
-        "all ranks with the same experts may be in one group, and {} averages over groups",
-        advice=f"Remove {OUTER}",
+        lambda engine, optimizer: _tokens_across_ranks(engine),
+        "losses are weighted by the tokens of each rank, but ranks share tokens with {}",
+        advice=f"Remove {WEIGHTS}",
+    ),
+    Unsupported(
+        lambda engine, optimizer: engine.has_moe_layers and _own_steps_key(engine),
+        "tokens and gradients of experts may be sent between groups, which run their own micro-batches with {}",
+        advice=_remove_own_steps_key,
     ),
     Unsupported(
         lambda engine, optimizer: _sequences_across_groups(engine),
-        "{}, so ranks with parts of one sequence would train separately",
+        "{}, so ranks with parts of one sequence would run other micro-batches",
         advice=f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
     ),
     Unsupported(

@@ -34,16 +34,18 @@ from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.norms import Norms
 from deepspeed_ext.zero.outer import OuterHooks
 from deepspeed_ext.zero.resync import Resync
+from deepspeed_ext.zero.sample_weights import SampleWeights
 from deepspeed_ext.zero.saved_states import keep_state_dtypes
 from deepspeed_ext.zero.shards import InterGroupSpan
 from deepspeed_ext.zero.streams import ReductionStream
 
 
 class GradientTerm(Protocol):
-    """Gradients that are not from this rank's backward: gradients of tied weights, or of other groups."""
+    """A change of gradients after their reduction: the addition of gradients of tied weights or of other groups, or
+    a factor."""
 
     def complete_gradients(self) -> None:
-        """Add these gradients to the optimizer's shard. Collective."""
+        """Change the gradients in the optimizer's shard. Collective."""
 
 
 class ParoOptimizer(ZeROOptimizer, ABC):
@@ -60,10 +62,11 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     gradients: Mapping[str, Any] = MappingProxyType({})  # gradients that are being reduced to the shard, by family
     micro_steps: MicroSteps  # backwards of an accumulation
     gradient_scale: LossScale  # loss scale of this step's gradients
+    sample_weights: SampleWeights  # weights of micro-batches
     norms: Norms  # global norm and overflow
     resync: Resync  # decides which updates are sent in full
     outer = OuterHooks()  # outer optimizer between groups
-    gradient_terms: list[GradientTerm]  # gradients that are added at the accumulation boundary, in this order
+    gradient_terms: list[GradientTerm]  # changes of gradients at the accumulation boundary, in this order
     writers: CheckpointWriters  # ranks that write files of optimizer states
     unscaled_updates: set[int] | None  # DeepSpeed's record of flat shards whose gradient is an update without the loss
     # scale; None with optimizer offload
@@ -88,9 +91,10 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self.micro_steps = MicroSteps(context, self)
         self.norms = Norms(context)
         self.resync = Resync(context)
-        self.gradient_terms = []
+        self.sample_weights = SampleWeights(self)
+        self.gradient_terms = [self.sample_weights]
         for family in context.families.values():
-            family.reduce.inter.use_scale(self.gradient_scale)
+            family.reduce.inter.use_scale(self.sample_weights)
 
     @cached_property
     def muon(self) -> Muon:
@@ -106,6 +110,10 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @abstractmethod
     def owned_gradient(self, param: nn.Parameter) -> Tensor:
         """Return the gradient of ``owned_span``, 1D, at the accumulation boundary; a view."""
+
+    @abstractmethod
+    def owned_gradients(self) -> list[Tensor]:
+        """Return all gradients in the optimizer's shard, 1D, at the accumulation boundary; they may be written."""
 
     @abstractmethod
     def inter_group_spans(self) -> list[InterGroupSpan]:
@@ -135,7 +143,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         """Reduce gradients g -> os into the optimizer's shard: all parameters on all ranks, used or not."""
 
     def complete_gradients(self) -> None:
-        """Add the gradients that are not from this rank's backward. Collective."""
+        """Change the reduced gradients; see ``GradientTerm``. Collective."""
         for term in self.gradient_terms:
             term.complete_gradients()
 
@@ -168,6 +176,16 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             )
 
     @override
+    def scale_if_loss(self, value: Any) -> Any:
+        """Multiply a loss by the weight of its micro-batch, and by the loss scale."""
+        return super().scale_if_loss(self.sample_weights.weigh(value))
+
+    @override
+    def needs_scaler(self) -> bool:
+        """Whether a loss needs ``engine.backward`` or ``engine.scale``, as with weights."""
+        return self.sample_weights.are_used or bool(super().needs_scaler())
+
+    @override
     def enter_backward(self) -> None:
         """Record that a backward has begun."""
         super().enter_backward()
@@ -191,6 +209,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             result = super().step(closure)
         finally:
             self.gradient_scale.end_step()
+            self.sample_weights.finish_step()
             self.muon.finish_step(False)  # drops the momentum of a skipped step; an applied step has committed it
         self._finish_step()
         return result
@@ -214,6 +233,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         """Called outside of a step when reduced gradients will not be applied."""
         if not self.gradient_scale.stepping:
             self.error_state.finish_step(False)
+            self.sample_weights.finish_step()
 
     # Errors of lossy reductions #######################################################################
 
@@ -249,6 +269,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self.context.before_change()
         with keep_state_dtypes(self.optimizer):
             super().load_state_dict(*args, **kwargs)
+        self.sample_weights.reset()
 
     @override
     def refresh_fp32_params(self) -> None:

@@ -228,6 +228,10 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         buffer = self.buffers.buffer_of(param)
         return buffer.member(param).in_shard.of(self.shards.gradient_of(buffer.number))
 
+    def owned_gradients(self) -> list[Tensor]:
+        """Return all gradients in the optimizer's shard; see ``ParoOptimizer``."""
+        return [self.shards.gradient_of(buffer.number) for buffer in self.buffers]
+
     def flat_shards(self) -> list[FlatShard]:
         """Return the parameters in this rank's partitions; see ``FlatShards``."""
         return [buffer.flat_shard() for buffer in self.buffers]

@@ -20,7 +20,7 @@ Note [Order of work, parameters sharded]
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed import comm as dist
@@ -144,9 +144,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """Create the parts for gradients and optimizer states, after DeepSpeed has created its flat buffers."""
         super()._setup_for_real_optimizer()
         self.reductions.set_stream(self.reduce_and_partition_stream)  # None on devices without streams
-        self.reduction = GradientReduction(
-            self.context, optimizer=self, micro_steps=self.micro_steps, slices=self.slices
-        )
+        self.reduction = GradientReduction(self.context, self, micro_steps=self.micro_steps, slices=self.slices)
         self.gradients = self.reduction.gradients
         self.partitions = FlatPartitions(self.context, optimizer=self, reduction=self.reduction)
         self._offloaded = OffloadedStates(optimizer=self, parameters=self.parameters, reduction=self.reduction)
@@ -249,14 +247,17 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """Return the gradient of these elements; see ``ParoOptimizer``."""
         return self.reduction.shards.chunks[param.ds_id][: owned_span(param).numel]
 
+    def owned_gradients(self) -> list[Tensor]:
+        """Return all gradients in the optimizer's shard; see ``ParoOptimizer``."""
+        return [gradients.shard for gradients in self.gradients.values()]
+
     def flat_shards(self) -> list[FlatShard]:
         """Return the contents of this rank's flat partitions; see ``FlatShards``."""
         return self.partitions.flat_shards()
 
     def shard_weights(self, number: int) -> nn.Parameter:
         """Return this rank's partition of the optimizer's weights; see ``FlatShards``."""
-        weights: nn.Parameter = self.fp32_partitioned_groups_flat[number]
-        return weights
+        return cast(nn.Parameter, self.fp32_partitioned_groups_flat[number])
 
     def shard_gradient(self, number: int) -> Tensor:
         """Return the gradient of a partition; see ``FlatShards``."""

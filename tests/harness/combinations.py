@@ -56,9 +56,7 @@ class Table(NamedTuple):
         """Return the row in which each option has its last value that those before it leave possible."""
         row: Row = {}
         for option in self.options:
-            row[option.name] = next(
-                name for name in reversed(option.values) if self.possible({**row, option.name: name})
-            )
+            row[option.name] = next(v for v in reversed(option.values) if self.possible({**row, option.name: v}))
         return row
 
     def possible(self, row: Mapping[str, str]) -> bool:

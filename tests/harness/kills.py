@@ -139,8 +139,7 @@ def hidden_names(folder: str) -> list[str]:
 
 
 def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tuple[int, str]:
-    """Kill and load; return the number of the save that was loaded, and the problems. ``hidden`` names were next to
-    the checkpoints before."""
+    """Kill and load; return the number of the loaded save, and problems. ``hidden`` names were there before."""
     from tests.harness.ranks import RankError
 
     Path(folder).mkdir(exist_ok=True)

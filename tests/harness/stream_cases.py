@@ -218,9 +218,7 @@ def job_of(options: str, name: str, steps: int = 0) -> Job:
     if name.startswith("N") and job.network is not networks.RoutedOverTwo:
         # Ranks must use the same parameters there; not all of them.
         job = replace(job, network=None, skipped=((1, 1), (2, 0)))
-    skipped, overflow = (
-        [at for at in index if at[0] < steps * job.accumulation] for index in (job.skipped, job.overflow)
-    )
+    skipped, overflow = ([at for at in ats if at[0] < steps * job.accumulation] for ats in (job.skipped, job.overflow))
     return replace(job, steps=steps, skipped=skipped, overflow=overflow)
 
 

@@ -30,7 +30,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -58,6 +58,7 @@ _COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "send": ((), (0,)),
     **dict.fromkeys(("recv", "recv_anysource"), ((0,), ())),
 }
+Tensors = Iterable[Tensor]
 
 
 class Finding(NamedTuple):
@@ -151,12 +152,7 @@ class Order:
             self.synchronizations[Synchronization(what, place_of_call())] += 1
 
     def run(
-        self,
-        stream: Stream,
-        operation: str,
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-        made: Sequence[Tensor] = (),
+        self, stream: Stream, operation: str, reads: Tensors = (), writes: Tensors = (), made: Tensors = ()
     ) -> None:
         """Run an operation on a stream: tensors in ``reads`` and ``writes`` are written; memory of ``made`` is new."""
         with self._lock:

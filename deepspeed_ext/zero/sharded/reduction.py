@@ -111,7 +111,7 @@ class GradientReduction:
     awaits_boundary = False  # whether gradients of a micro-step have not been reduced to the placement of os
 
     def __init__(
-        self, context: Context, *, optimizer: Stage3View, micro_steps: MicroSteps, slices: Mapping[str, Slices]
+        self, context: Context, optimizer: Stage3View, *, micro_steps: MicroSteps, slices: Mapping[str, Slices]
     ) -> None:
         self._micro_steps = micro_steps
         self._context, self._reductions, self._optimizer = context, context.reductions, optimizer

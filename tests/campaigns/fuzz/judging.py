@@ -174,8 +174,7 @@ def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
 def _states(
     case: Case, ours: dict[str, Tensor], stock: dict[str, Tensor], norm: float, weight: float
 ) -> Iterator[str]:
-    """Return differences of states, relative to the largest of their kind; for moments, also to those of the largest
-    gradient."""
+    """Return differences of states, relative to the largest of their kind, or the largest gradient."""
     if ours.keys() != stock.keys():
         yield f"states of one only: {sorted(ours.keys() ^ stock.keys())[:4]}"
         return

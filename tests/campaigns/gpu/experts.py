@@ -77,13 +77,7 @@ def _beside(
     return Case(title, partial(_compared, train=train, given=given, more=more, bounds=bounds))
 
 
-def _compared(
-    setup: Any,
-    train: Callable[..., list[Difference]],
-    given: tuple[Any, ...],
-    more: dict[str, Any],
-    bounds: dict[str, float],
-) -> None:
+def _compared(setup: Any, train: Callable[..., list[Difference]], given: Any, more: Any, bounds: Any) -> None:
     """Check that strategies match DeepSpeed's stage."""
     rows = train(*given, **more)
     for row in rows:

@@ -267,9 +267,7 @@ class FSDP2(TorchMethod):
         modules = (m for m in self._model.modules() if isinstance(m, FSDPModule))
         states = [vars(module._get_fsdp_state()) for module in modules]
         # In torch 2.11 a module has one unit, and no list.
-        units = [
-            unit for state in states for unit in state.get("_fsdp_param_groups", [state.get("_fsdp_param_group")])
-        ]
+        units = [u for state in states for u in state.get("_fsdp_param_groups", [state.get("_fsdp_param_group")])]
         params = [param for unit in units for param in unit.fsdp_params]
         cuts = [param.sharded_param for param in params]
         wholes = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
@@ -315,8 +313,7 @@ class OuterFSDP2(FSDP2):
 
 @cache
 def _mesh(group_size: int | None) -> DeviceMesh:
-    """Return a mesh of all ranks, or 2D: (nodes, ranks of a node). Created once, because it has its own process
-    groups."""
+    """Return a mesh of all ranks, or 2D: (nodes, ranks of a node). Created once: it has process groups."""
     ranks, device = dist.get_world_size(), get_accelerator().device_name()
     if group_size is None:
         return init_device_mesh(device, (ranks,))
@@ -432,13 +429,9 @@ class Ours(Engine):
         states, families = measure_state_bytes(self._engine), self._engine.optimizer.families.values()
         # Errors of gradients, and of sums that come back, are kept from step to step, too.
         hops = [family.reduce.inter for family in families]
-        errors = sum(
-            getattr(memory, "nbytes", lambda: 0)() for hop in hops for memory in (hop.errors, hop.sums.errors)
-        )
+        errors = sum(getattr(part, "nbytes", lambda: 0)() for hop in hops for part in (hop.errors, hop.sums.errors))
         outer = getattr(self._engine.optimizer.outer, "fragments", ())
-        memory = sum(
-            part.nbytes for fragment in outer for part in (fragment.anchor, fragment.weights, fragment.momentum)
-        )
+        memory = sum(t.nbytes for fragment in outer for t in (fragment.anchor, fragment.weights, fragment.momentum))
         return replace(states, optimizer=states.optimizer + errors + memory)
 
 

@@ -171,8 +171,7 @@ class PipelineMeasurement(Measurement):
         return turn._replace(sent=self._received[method.name][0] * group)
 
     def complete(self, row: Row, rates: Rates | None) -> None:
-        """Add activations, and the bytes of the formulas: those that cross are the mean over stages, those that are
-        held the maximum."""
+        """Add activations, and bytes of the formulas: the mean over stages that cross, and the maximum held."""
         method, name = cast(Engine, self.made[row.method]), row.method.removeprefix(ALONE)
         piped, group = isinstance(method, Pipeline), self.setting.ranks_per_node
         stages, accumulation = (STAGES, self.setting.accumulation) if piped else (1, self.workload.accumulation)

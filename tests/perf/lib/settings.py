@@ -77,8 +77,7 @@ class Setting:
         return ModelStates.of(frozen + adapters, adapters, parameter_bytes=4, gradient_bytes=4)
 
     def peer_bytes(self, name: str) -> float | None:
-        """Return the bytes that a node sends in a step of a peer, which gathers all blocks for each use; None if no
-        formula has them."""
+        """Return the bytes that a node sends in a step of a peer that gathers for each use, if there is a formula."""
         moves, model = MOVES.get(name), self.states.parameters / (2 if self.dtype == BF16 else 1)
         if self not in (*BLOCKS.values(), *NETWORK.values()) or self.optimizer == MUON:
             return None

@@ -164,8 +164,7 @@ def _beside(row: Row, peer: Row) -> str:
 
 
 def smallest_as_fast(peer: Row, rows: Sequence[Row], forms: Sequence[str]) -> Row | None:
-    """Return the row of NIG or IIG in one of these forms that is at least as fast as the peer and takes the least
-    memory."""
+    """Return the row of NIG or IIG in these forms that takes the least memory, as fast as the peer."""
     names = {name + form for name in ("NIG", "IIG") for form in forms}
     as_fast = [row for row in rows if row.method in names and speed(row, peer).value >= 1]
     return min(as_fast, key=lambda row: (row.memory, row.median), default=None)
@@ -215,8 +214,7 @@ def overlap_against(rows: Sequence[Row]) -> Table:
 
 
 def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
-    """Return seconds of a step of each method at each rate, the exposed part of them, kB of a step, and MB per
-    rank."""
+    """Return seconds of a step of each method and rate, the exposed part, kB of a step, and MB per rank."""
     rows_by_key = {(row.setting, row.method): row for row in rows}
     cases = [case for case in OUTER.values() if case.ranks_per_node == ranks_per_node]
     lines = []
@@ -255,8 +253,7 @@ def saves(rows: Sequence[Row]) -> Table:
 
 
 def stopped_share(row: Row, rows: Sequence[Row]) -> float | None:
-    """Return the time for which an asynchronous save stops training, relative to a synchronous save; None for
-    others."""
+    """Return how long an asynchronous save stops training, relative to a synchronous one; None for others."""
     if "asynchronous" not in row.method:
         return None
     key = (row.setting, row.more["disk"], row.method.partition(",")[0])

@@ -31,13 +31,7 @@ SUB_GROUPS = {"reduce_bucket_size": 300, **ONE_SUB_GROUP}
 
 
 def save_case(
-    name: str,
-    folder: str,
-    dtype: str,
-    group_size: int = 2,
-    kind: str = "Adam",
-    zero: dict[str, Any] | None = None,
-    convert: bool = True,
+    name: str, folder: str, dtype: str, group_size: int = 2, kind: str = "Adam", zero: Any = None, convert: bool = True
 ) -> None:
     """Train, save, convert, and store a snapshot of the saved states."""
     job = job_of_kind(kind, dtype)

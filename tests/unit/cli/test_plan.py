@@ -256,9 +256,7 @@ def test_a_recorded_script_elsewhere(plan: Plan, report: Path) -> None:
     ("", {"parts": 3}, "expected the report.json of paro_report"),
     ("--nodes 2", {"planner": reports.planner_input(ranks=2).as_dict()}, "give --inter-gbps"),
 )
-def test_reports_that_cannot_be_used(
-    refused: Plan, report: Path, words: str, change: dict[str, Any], message: str
-) -> None:
+def test_reports_that_cannot_be_used(refused: Plan, report: Path, words: str, change: Any, message: str) -> None:
     report.write_text(json.dumps(json.loads(report.read_text()) | change))
     assert re.search(message, refused("--from", str(report), *words.split()))
 

@@ -179,8 +179,7 @@ def test_uneven_nodes_have_the_greatest_common_divisor(ranks: Any, sizes: str, g
 
 
 def nodes_case(sizes: str) -> tuple[int, list[str]]:
-    """Give each rank another node size, as on nodes with different numbers of devices; return the groups' size, and
-    what is logged."""
+    """Give each rank another node size, as on nodes that differ; return group sizes, and what is logged."""
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_SIZE"] = sizes[dist.get_rank()], ""
     with logged() as lines, mock.patch.object(process_groups, "_host", lambda: ord(sizes[dist.get_rank()])):
         size = get_topology(None).sizes.group_size

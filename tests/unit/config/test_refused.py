@@ -27,6 +27,7 @@ UPDATES: dict[str, Any] = {"paro_quantized_updates": {}}
 WITHOUT_LOSS: dict[str, Any] = {"paro_quantized_updates": {"bits": "exact"}}
 ORDERED: dict[str, Any] = {"paro_reduce": "ordered"}
 FASTEST: dict[str, Any] = {"paro_strategy": "fastest"}
+OWN_STEPS: dict[str, Any] = {"paro_micro_batches": [2, 1]}
 
 
 def outer(strategy: str = "III", **given: Any) -> dict[str, Any]:
@@ -95,6 +96,8 @@ STRATEGY = alone(
     ({"paro_strategy": "IIG", "paro_modules": "fill"}, "needs to know .*: add zero_optimization.paro_memory_gb"),
     ({"paro_strategy": "IIG", "paro_modules": "all"}, 'as {"visual.*": "N"}, or "fill", got \'all\''),
     (FASTEST | {"paro_modules": {"visual.*": "N"}}, "paro_modules cannot be combined with paro_strategy fastest"),
+    (FASTEST | OWN_STEPS, "paro_micro_batches cannot be combined with .*with p and g = N or I, or remove"),
+    ({"paro_strategy": "NIG", "paro_micro_batches": [2, 0]}, r"a list of integers of at least 1 .*got \[2, 0\] of"),
     ({"paro_strategy": "NIG", "paro_decision_file": "f"}, "paro_decision_file is for paro_strategy fastest"),
     (FASTEST | {"paro_memory_gb": 0}, "number above 0 .*got 0 of type int"),
     (FASTEST | {"paro_memory_gb": True}, "got True of type bool"),
@@ -130,6 +133,7 @@ OUTER = alone(
     (outer(steps=10, fragments=3, delay=3), "with 10 steps and 3 fragments less than 3, got 3"),
     (outer() | {"zeropp_loco_param": {}}, "zeropp_loco_param cannot be combined with .*bits sets the bits"),
     (outer() | UPDATES, "paro_quantized_updates cannot be combined"),
+    (outer() | OWN_STEPS, "paro_micro_batches cannot be combined with .*averages groups with equal weights"),
     (outer() | ORDERED, "paro_reduce cannot be combined with .*: inner steps send nothing between groups"),
 )
 OTHER_PACKAGES: list[Row] = [
@@ -142,6 +146,12 @@ OTHER_PACKAGES: list[Row] = [
     in_zero(GGG, "reduce_scatter", {**ORDERED, "reduce_scatter": False}, ".*paro_reduce asks for rank order"),
     in_zero(NIG, "paro_reduce", {**ORDERED, "zeropp_loco_param": {}}, '.*"ordered_everywhere" also orders'),
     in_zero(NIG, "reduce_scatter", {"zero_quantized_gradients": True, "reduce_scatter": False}),
+    in_zero(
+        GGG, "paro_micro_batches", OWN_STEPS, ".*once per step: N-N-N, N-N-I, N-N-G, N-I-I, N-I-G, I-N-I, I-N-G, "
+    ),
+    in_zero(NIG, "paro_micro_batches", OWN_STEPS, ".*the script chooses", managed_gradient_accumulation=False),
+    in_zero(NIG, "paro_weights", {"paro_weights": "tokens", "zeropp_loco_param": {}}, ".*_param keeps errors"),
+    in_zero(III, "paro_weights", {"paro_weights": "tokens"} | UPDATES, ".*updates keeps errors of sums"),
     in_zero(IIG, "elastic_checkpoint", {"elastic_checkpoint": True}),
     in_zero(NIG, "save_muon_momentum_buffer_in_memory", {"save_muon_momentum_buffer_in_memory": True}),
     beside(GGG, "compile.deepcompile", {}, compile={"deepcompile": True}),
@@ -369,8 +379,9 @@ def make_engine(zero: dict[str, Any], extra: dict[str, Any]) -> None:
 
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; a key added on purpose is added here."""
-    ours = "strategy group_size overlap_updates reduce modules quantized_updates outer_optimizer parameter_cache_bytes"
-    keys = [f"paro_{key}" for key in (*ours.split(), "memory_gb", "decision_file", "micro_step_seconds", "report")]
+    ours = "strategy group_size overlap_updates reduce modules quantized_updates outer_optimizer micro_batches weights"
+    more = ("parameter_cache_bytes", "memory_gb", "decision_file", "micro_step_seconds", "report")
+    keys = [f"paro_{key}" for key in (*ours.split(), *more)]
     mics = ("mics_shard_size", "mics_hierarchical_params_gather")
     assert list(ParoConfig.model_fields) == [*keys, "stage3_leaf_bytes", *mics, "zeropp_loco_param"]
 

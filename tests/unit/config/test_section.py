@@ -29,8 +29,7 @@ GROUP_SIZE = "paro_group_size"
 
 
 def parsed(sections: list[dict[str, Any]], form: str, folder: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Parse sections in one of the forms that DeepSpeed takes; return of each the class, the fields of this package,
-    and the raw section."""
+    """Parse sections in a form that DeepSpeed takes; return each class, our fields, and the raw section."""
     results = []
     for number, section in enumerate(sections):
         text = json.dumps(config(**section))

@@ -40,6 +40,7 @@ RELATIVE, ABSOLUTE = 0.01, 1000
 # these keys it releases each when the module that owns it has run.
 HELD = (*REPLICATED, *(name for name in PARTITIONED if name[0] == "I"))  # parameters, between steps
 
+Keys = dict[str, Any]
 Bytes = tuple[float, float]  # within the group, between groups
 Row = tuple[str, list[Bytes]]  # strategy, each micro-step; the last one of an optimizer step includes that step
 Parameter = tuple[int, bool, bool, bool]  # elements, whether trained, of an expert, of Muon
@@ -95,13 +96,7 @@ SHAPES = ((4, 2, 3), (6, 3, 1), (6, 3, 2), (4, 2, 1), (4, 2, 4), (6, 2, 4))
     *deep((4, 2, 1, BUCKETED, {**ONE_BUCKET, "overlap_comm": True}, ())),
 )
 def test_bytes_within_and_between_groups(
-    ranks: Any,
-    world: int,
-    group: int,
-    accumulation: int,
-    names: tuple[str, ...],
-    zero: dict[str, Any],
-    frozen: tuple[int, ...],
+    ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...], zero: Keys, frozen: tuple[int, ...]
 ) -> None:
     params, rows = ranks(world).run(bytes_case, names, group, accumulation, {**BUCKETS, **zero}, frozen=frozen)[0]
     check(rows, GroupSizes(world, group), states_of(params), accumulation)
@@ -140,13 +135,7 @@ def test_modules_send_as_many_bytes_as_predicted(ranks: Any, placement: Placemen
     *deep((6, 1, None, {"bits": 8, "block_size": 64}, HELD)),
 )
 def test_bytes_of_quantized_gradients_and_updates(
-    ranks: Any,
-    kernels: bool,
-    world: int,
-    accumulation: int,
-    loco: dict[str, Any] | None,
-    updates: dict[str, Any] | None,
-    names: tuple[str, ...],
+    ranks: Any, kernels: bool, world: int, accumulation: int, loco: Any, updates: Any, names: tuple[str, ...]
 ) -> None:
     keys = {"zeropp_loco_param": loco, "paro_quantized_updates": updates}
     zero = LARGER_BUCKETS | {key: value for key, value in keys.items() if value is not None}
@@ -202,12 +191,7 @@ def test_a_skipped_step_sends_no_updates(ranks: Any, kernels: bool, names: tuple
 
 
 def bytes_case(
-    names: tuple[str, ...],
-    group: int,
-    accumulation: int,
-    zero: dict[str, Any] = BUCKETS,
-    steps: int = 1,
-    **details: Any,
+    names: tuple[str, ...], group: int, accumulation: int, zero: Keys = BUCKETS, steps: int = 1, **details: Any
 ) -> tuple[list[Parameter], list[Row]]:
     """Return this rank's parameters, and for each strategy the mean bytes per rank of the micro-steps of some steps.
     Muon does not iterate here: the iteration sends nothing and is slow."""

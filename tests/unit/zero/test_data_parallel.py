@@ -60,6 +60,7 @@ def differences(strategy: str, uneven: bool = False, **how: Any) -> tuple[float,
 @with_cases(
     "strategy, beside",
     *(("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis")),
+    ("IIG", "mesh and mpu"),
     *((name, "uneven nodes") for name in ("NIG", "IIG", "III")),
 )
 def test_weights_equal_those_of_stock(ranks: Any, strategy: str, beside: str) -> None:
@@ -68,11 +69,13 @@ def test_weights_equal_those_of_stock(ranks: Any, strategy: str, beside: str) ->
 
 
 def parallelism_case(strategy: str, parallelism: str) -> tuple[float, float]:
-    """See ``differences``. Sequences are shared by ranks 0 and 1 and by ranks 2 and 3, by all ranks, or by none; or
-    nodes have 4 and 2 ranks."""
+    """See ``differences``. Sequences are shared by two ranks, by all, or by none; or nodes have 4 and 2 ranks."""
     if parallelism == "mpu":
         parallel_state_sp.initialize_sequence_parallel(2)
         return differences(strategy, more_config={"sequence_parallel_size": 2}, mpu=parallel_state_sp, zero_init=True)
+    if parallelism == "mesh and mpu":  # which returns the group over both axes
+        parallel_state_sp.initialize_sequence_parallel(2)
+        return differences(strategy, more_config=ON_MESH, mpu=parallel_state_sp)
     if parallelism == "size alone":  # as HF Trainer writes it; its model is made before there is an mpu
         return differences(strategy, more_config={"sequence_parallel_size": 4}, zero_init=True)
     if parallelism == "uneven nodes":
@@ -111,17 +114,6 @@ def mesh_case(zero: dict[str, Any], source: str) -> None:
         make_engine({"stage": 3}, ON_MESH).destroy()
     mesh: dict[str, Any] = {"mesh_param": (2, 2)} if source == "mesh_param" else {}
     make_engine(zero, ON_MESH if source == "config" else {}, **mesh)
-
-
-def test_an_mpu_with_the_group_overrides_the_mesh(ranks: Any) -> None:
-    for from_stock, from_first in ranks(4).run(mesh_and_mpu_case):
-        assert from_stock < 1e-6 and from_first == 0
-
-
-def mesh_and_mpu_case() -> tuple[float, float]:
-    """See ``differences``: with a mesh, and an mpu that returns the group over both axes."""
-    parallel_state_sp.initialize_sequence_parallel(2)
-    return differences("IIG", more_config=ON_MESH, mpu=parallel_state_sp)
 
 
 def test_a_stock_engine_reshards_a_model_of_ours(ranks: Any) -> None:

@@ -65,9 +65,7 @@ def compare_case() -> tuple[list[str], bool]:
 
 # 3 is in the other group.
 @pytest.mark.parametrize("modifier, dtype, names", [(3, "fp32", ("III", "GNG")), *deep((0, "bf16", PARTITIONED))])
-def test_all_ranks_receive_modifications_of_one_rank(
-    ranks: Any, modifier: int, dtype: str, names: tuple[str, ...]
-) -> None:
+def test_all_ranks_receive_modifications_of_one_rank(ranks: Any, modifier: int, dtype: str, names: Any) -> None:
     answers = ranks(4).run(modify_case, modifier, dtype, names)
     assert answers[0] == [(name, True, True, True, True) for name in names]
     assert all(answer == answers[0] for answer in answers)

@@ -44,9 +44,7 @@ def another_size_case(name: str) -> str:
     ("bf16", "Muon", ("IIG",)),
     *deep(("fp32", "SGD", ("NNG", *PARAMETER_PATHS)), ("bf16", "SGD", PARTITIONED), ("bf16", "Muon", PARTITIONED)),
 )
-def test_states_may_be_offloaded_between_micro_steps(
-    ranks: Any, dtype: str, optimizer: str, names: tuple[str, ...]
-) -> None:
+def test_states_may_be_offloaded_between_micro_steps(ranks: Any, dtype: str, optimizer: str, names: Any) -> None:
     for name, results in ranks(4).each(offload_states_case, names, dtype, optimizer):
         assert results == (0.0, True), (name, results)
 
@@ -161,9 +159,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
     pytest.param(("NNG", "NIG", "ING", "GGG"), "fp32", {}, marks=pytest.mark.quick),
     *deep(*itertools.product((REPLICATED, PARTITIONED), ("fp32", "bf16"), ({}, OFFLOAD))),
 )
-def test_accessors_and_steps_read_the_values_that_were_set(
-    ranks: Any, names: tuple[str, ...], dtype: str, zero: Any
-) -> None:
+def test_accessors_and_steps_read_the_values_that_were_set(ranks: Any, names: Any, dtype: str, zero: Any) -> None:
     assert ranks(4).each(every_accessor_case, names, dtype, zero) == [(name, []) for name in names] * 4
 
 

@@ -1,0 +1,131 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with different numbers of micro-batches. The oracle is a stage with equal numbers, in which losses are
+multiplied by constants, or by zero."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+import deepspeed_ext
+from tests.harness import networks, training
+from tests.harness.tiers import deep, with_cases
+from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, Record, placed
+
+# Each rank's number of micro-batches in each step: by groups, in another division, and as ranks run out of batches.
+BY_GROUPS, OF_SIX, ANEW = [(2, 2, 1, 1)] * 3, [(2, 2, 2, 2, 1, 1)] * 2, [(2, 2, 1, 1), (1, 1, 2, 2)]
+BY_ONE, BY_TWO = [*[(1,) * 4] * 3, (1, 1, 0, 0), (1, 0, 0, 0)], [(2,) * 4, (2, 2, 1, 1), (2, 1, 0, 0)]
+JOBS = {  # and bounds
+    "plain": (Job(), 1e-5),
+    "tokens": (Job(), 1e-5),
+    "Muon": (Job(optimizer="Muon", zero={"reduce_scatter": False}), 1e-4),
+    "fp16": (Job(dtype="fp16", overflow=[(0, 3)]), 2e-3),
+    "offload": (Job(zero={"offload_optimizer": {"device": "cpu"}}), 1e-5),
+    "LoCo": (Job(zero={"zeropp_loco_param": {}}), 1e-2),
+}
+
+
+def train(kind: str, zero: dict[str, Any], steps: Any, how: str, folder: str = "") -> Record:
+    """Train. The first step is saved to a folder, or loaded if it is there. ``how``: "oracle"; "last", in a context of
+    last batches; or "own", numbers of groups."""
+    number = {} if how != "own" else {"gradient_accumulation_steps": None}
+    job = replace(JOBS[kind][0], sizes=networks.SQUARE, accumulation=max(map(max, steps)), config=number)
+    engine, model = training.make_engine(job, {**SMALL, "overlap_comm": True, **job.zero, **zero})
+    is_saved = bool(folder) and Path(folder, "latest").exists()
+    if is_saved:
+        engine.load_checkpoint(folder)
+    rank, data, record = dist.get_rank(), training.batches(job), Record([0.0], torch.empty(0), [], [], [])
+    with deepspeed_ext.last_batches(engine) if how == "last" else nullcontext():
+        for step, numbers in enumerate(steps):
+            counts = [[1 + (r + at) % 3 * (kind == "tokens") for at in range(n)] for r, n in enumerate(numbers)]
+            own = list(zip(islice(data, numbers[rank]), counts[rank], strict=False))
+            own += [(next(training.batches(job)), 0)] * (job.accumulation - len(own)) if how == "oracle" else []
+            for (x, y), count in own if step or not is_saved else ():
+                deepspeed_ext.set_tokens(engine, count)
+                weight = count * job.accumulation * len(numbers) / sum(map(sum, counts)) if how == "oracle" else 1
+                weight *= torch.inf if (step, rank) in job.overflow else 1
+                engine.backward(((engine(x) - y) ** 2).float().mean() * weight)
+                engine.step()
+            record.norms.append(float(engine.get_global_grad_norm() or 0.0))
+            record.applied.append(engine.was_step_applied())
+            if folder and not (step or is_saved):
+                engine.save_checkpoint(folder)
+    assert how != "own" or engine.train_batch_size() == 2 * sum(steps[-1])
+    weights, alike = training.whole_weights(model), training.all_replicas_equal(engine, model)
+    engine.destroy()
+    return record._replace(weights=weights, replicas_equal=alike)
+
+
+def compare(kind: str, names: tuple[str, ...], steps: Any, how: str) -> list[training.Difference]:
+    keys = {"paro_weights": "tokens"} if kind == "tokens" else {}
+    keys |= {"paro_micro_batches": list(steps[0][::2])} if how == "own" else {}
+    oracles = {name: placed(name) if kind == "LoCo" else {"stage": 1} for name in names}
+    pairs = [(name, train(kind, zero, steps, "oracle")) for name, zero in oracles.items()]
+    return [training.difference(name, train(kind, placed(name, **keys), steps, how), it, "ours") for name, it in pairs]
+
+
+@with_cases(
+    "kind, names, steps, how",
+    ("plain", ("NIG", "NII", "IIG", "III"), BY_GROUPS, "own"),
+    ("tokens", ("NIG",), BY_GROUPS, "own"),
+    ("fp16", ("NNI", "IIG"), OF_SIX, "own"),
+    ("plain", ("NIG", "III", "GGG"), BY_ONE, "last"),
+    ("plain", ("NGG", "IIG"), BY_TWO, "last"),
+    ("tokens", ("NIG", "ING"), BY_TWO, "last"),
+    *deep(*((kind, (*REPLICATED[:5], *PARTITIONED[:4]), OF_SIX, "own") for kind in JOBS if kind != "fp16")),
+    *deep(*((kind, (*REPLICATED, *PARTITIONED), BY_TWO, "last") for kind in JOBS)),
+)
+def test_steps_use_the_mean_of_all_ranks(ranks: Any, kind: str, names: tuple[str, ...], steps: Any, how: str) -> None:
+    training.check(ranks(len(steps[0])).run(compare, kind, names, steps, how)[0], JOBS[kind][1], optimizer="ours")
+
+
+@with_cases("name", "NIG", "IIG")
+def test_a_resumed_run_is_the_same_and_may_divide_anew(ranks: Any, tmp_path: Path, name: str) -> None:
+    run, folder, keys = ranks(4).run, str(tmp_path), placed(name, paro_micro_batches=[2, 1])
+    whole, resumed = (run(train, "plain", keys, BY_GROUPS, "own", folder)[0] for _ in range(2))
+    assert whole.weights.equal(resumed.weights) and whole.norms[1:] == resumed.norms[1:]
+    divided = run(train, "plain", placed(name, paro_micro_batches=[1, 2]), ANEW, "own", folder)[0]
+    assert divided.weights.allclose(run(train, "plain", {"stage": 1}, ANEW, "oracle")[0].weights, 1e-5, 1e-6)
+
+
+@with_cases(
+    "name, keys, batches, message",
+    (
+        "NIG",
+        {"paro_micro_batches": [2, 1, 1]},
+        1,
+        "each group: 4 data-parallel ranks in groups of 2 are 2 groups, got",
+    ),
+    (
+        "NIG",
+        {"paro_micro_batches": [1, 2]},
+        1,
+        "[1, 2] gives gradient_accumulation_steps 2 to ranks of group 1, got 1",
+    ),
+    ("NIG", {"paro_micro_batches": [1, 1]}, 1, "cannot be combined with zero_optimization.paro_micro_batches"),
+    ("IIG", {}, 0, "a rank without any batch gathers parameters with ranks that have one"),
+    ("III", {}, 1, "evaluate after the context"),
+    ("NIG", {}, 1, "expected one engine.backward per engine.step"),
+)
+def test_other_numbers_raise(ranks: Any, name: str, keys: dict[str, Any], batches: int, message: str) -> None:
+    for error in ranks(4).run_expect_error(refused_case, placed(name, **keys), batches):
+        assert message in error.message
+
+
+def refused_case(zero: dict[str, Any], batches: int) -> None:
+    """Train with more batches on higher ranks, evaluate, and run two backwards."""
+    engine, _ = training.make_engine(Job(), zero)
+    with deepspeed_ext.last_batches(engine):
+        for x, _ in islice(training.batches(Job()), dist.get_rank() + batches):
+            engine.backward(engine(x).sum())
+            engine.step()
+            engine.eval()
+            engine(x)
+            engine.train()
+            for _ in range(2):
+                engine.backward(engine(x).sum())
