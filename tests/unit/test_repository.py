@@ -48,6 +48,15 @@ def test_oldest_and_newest_versions_run_at_night() -> None:
     assert {*rows.values(), *re.findall(r'python-version: "(3\.\d+)"', ci)} == set(promised)
 
 
+def test_releases_use_pinned_actions_and_tools() -> None:
+    workflow, tools = text_of(".github/workflows/release.yml"), text_of("scripts/release.txt")
+    actions = re.findall(r"uses: \S+@(\S+)", workflow)
+    assert len(actions) == 3 and all(re.fullmatch("[0-9a-f]{40}", commit) for commit in actions)
+    assert "pip install --require-hashes" in workflow and "python -m build --no-isolation" in workflow
+    shared = re.findall(r"^(?:build|setuptools)==\S+(?= --hash=sha256:[0-9a-f]{64}$)", tools, re.MULTILINE)
+    assert len(shared) == 2 and all(f"\n{tool}\n" in text_of("scripts/development.txt") for tool in shared)
+
+
 def test_the_oldest_versions_are_the_lower_bounds() -> None:
     """And of all that has none, some version is installed."""
     pinned = {
