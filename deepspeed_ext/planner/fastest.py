@@ -6,10 +6,6 @@ The decision and its inputs are written to a file. A run with the same inputs re
 resumed run has the strategy of its checkpoint.
 """
 
-import contextlib
-import datetime
-import json
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +19,10 @@ from torch import nn
 from deepspeed_ext.comm.agreement import broadcast_from_first, broadcast_text
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.check import possible_strategies, with_strategy
+from deepspeed_ext.config.decisions import Decisions
 from deepspeed_ext.config.implied import imply_stage
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
-    DECISION,
     FASTEST,
     LOCO,
     MEMORY,
@@ -51,7 +47,6 @@ from deepspeed_ext.planner.engine_model import (
 from deepspeed_ext.planner.memory import Model, Part
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenate
-from deepspeed_ext.version import __version__
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
 
@@ -77,7 +72,7 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
     inputs = _inputs(config, topology, description, strategies) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
     # Rank 0 alone reads the file, and all ranks must use its answer: different strategies would hang.
-    name = broadcast_from_first(lambda: file.find(inputs) or "", f"{file.path} cannot be read", ValueError)
+    name = broadcast_from_first(lambda: _find_strategy(file, inputs), f"{file.path} cannot be read", ValueError)
     new_plan, compute = None, ""
     if not name:
         dtype, _ = engine.get_data_types()
@@ -216,62 +211,11 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
     }
 
 
-# The file of decisions ############################################################################
-
-_KEYS = ("strategy", "date", "version", "inputs", "plan")
-
-
-class Decisions:
-    """The decisions in a file, which one rank reads and writes. A damaged file is only logged."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def find(self, inputs: dict[str, Any]) -> str | None:
-        """Return the strategy that was chosen for the same inputs; None without such a decision."""
-        entries = self._read()
-        for entry in entries:
-            # A strategy that the configuration refuses is ignored: the file may have been edited.
-            # Compare after a round trip through JSON, which turns tuples into lists.
-            if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
-                name = str(entry["strategy"])
-                decided = f"as decided on {entry['date']} ({self.path})"
-                warn_on_rank_0(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {hyphenate(name)}, {decided}')
-                return name
-        if entries:
-            warn_on_rank_0(f"{self.path} has no decision for this run: choosing again")
-        return None
-
-    def keep(self, strategy: str, inputs: dict[str, Any], plan: dict[str, Any]) -> None:
-        """Rewrite the file, with this entry first."""
-        entry = {
-            "strategy": strategy,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "version": __version__,
-            "inputs": inputs,
-            "plan": plan,
-        }
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Decisions for other inputs, such as another number of ranks, are retained.
-            text = json.dumps({"decisions": [entry, *self._read(quietly=True)]}, indent=2, allow_nan=False)
-            temporary.write_text(text + "\n")
-            temporary.replace(self.path)  # atomic, so that other runs never read a partial file
-        except (OSError, ValueError, TypeError) as error:
-            warn_on_rank_0(f"the decision could not be written to {self.path} ({error}). Set {SECTION}.{DECISION}")
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-
-    def _read(self, quietly: bool = False) -> list[dict[str, Any]]:
-        """Return all entries; none if the file is missing, damaged, or not ours."""
-        try:
-            entries = json.loads(self.path.read_text())["decisions"]
-            # An incomplete entry raises KeyError: the file is not ours.
-            return [{key: entry[key] for key in _KEYS} for entry in entries]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if not quietly:
-                warn_on_rank_0(f"{self.path} cannot be read ({type(error).__name__}: {error}): choosing again")
-            return []
+def _find_strategy(file: Decisions, inputs: dict[str, Any]) -> str:
+    """Return the strategy that was chosen for the same inputs; empty without such a decision."""
+    entry = file.find(inputs)
+    if entry is None:
+        return ""
+    name, decided = str(entry["strategy"]), f"as decided on {entry['date']} ({file.path})"
+    warn_on_rank_0(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {hyphenate(name)}, {decided}')
+    return name
