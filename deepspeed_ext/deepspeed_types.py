@@ -57,7 +57,7 @@ class ZeroConfig(Protocol):
     paro_parameter_cache_bytes: int
     paro_quantized_updates: Any  # settings of config.settings, or None
     paro_outer_optimizer: Any
-    paro_micro_batches: list[int] | None
+    paro_micro_batches: list[int] | str | None
     paro_weights: str | None
     paro_memory_gb: float | None
     paro_modules: dict[str, str] | str | None

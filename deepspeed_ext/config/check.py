@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.config.implied import refuse_unread_stage, without_implied_stage
-from deepspeed_ext.config.keys import FASTEST, FASTEST_KEYS, SECTION, STRATEGY, our_keys
+from deepspeed_ext.config.keys import FASTEST, FASTEST_KEYS, MEASURED, MICRO_BATCHES, SECTION, STRATEGY, our_keys
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE
 from deepspeed_ext.config.refused import refuse_conflicts
 from deepspeed_ext.config.section import ParoZeroConfig, active_strategy, parse_section, save_settings, wants_fastest
@@ -56,6 +56,7 @@ def _check_strategy(
         possible_strategies(config)
         return
     refuse_conflicts(config, strategy)
+    _check_measured(config)
     if strategy.p == Placement.N and not zero.use_multi_rank_bucket_allreduce:
         log_on_rank_0(
             f"{SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: "
@@ -80,6 +81,20 @@ def _check_muon(config: "DeepSpeedConfig") -> None:
     if params["ns_method"] not in methods:
         raise ValueError(
             f"optimizer.params.ns_method must be one of {', '.join(methods)}, got {params['ns_method']!r}."
+        )
+
+
+def _check_measured(config: "DeepSpeedConfig") -> None:
+    """Refuse to measure the pace of groups in steps of one micro-batch, at whose end groups wait for each other.
+
+    Raises:
+        ValueError: the mean number of micro-batches is 1.
+    """
+    number = config.gradient_accumulation_steps
+    if config.zero_config.paro_micro_batches == MEASURED and number < 2:
+        raise ValueError(
+            f'{SECTION}.{MICRO_BATCHES} "{MEASURED}" needs gradient_accumulation_steps of at least 2, the mean number '
+            f'of micro-batches of a group, got {number} (frameworks may replace "auto" by 1).'
         )
 
 

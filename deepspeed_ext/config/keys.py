@@ -19,6 +19,7 @@ REDUCE = "paro_reduce"
 MODULES = "paro_modules"
 FILL = "fill"  # value of MODULES: as many as fit in MEMORY
 MICRO_BATCHES = "paro_micro_batches"
+MEASURED = "measured"  # value of MICRO_BATCHES: from the pace of each group
 WEIGHTS = "paro_weights"
 CACHE_BYTES = "paro_parameter_cache_bytes"
 MEMORY = "paro_memory_gb"

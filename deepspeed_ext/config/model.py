@@ -6,13 +6,14 @@ Errors are one paragraph with the key, the expected value, and the given value. 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen, Predicate
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
+    DECISION,
     FASTEST,
     FASTEST_KEYS,
     FILL,
@@ -20,6 +21,7 @@ from deepspeed_ext.config.keys import (
     LEAF_BYTES,
     LOCO,
     MAX_LIVE,
+    MEASURED,
     MEMORY,
     MICRO_BATCHES,
     MICS_HIERARCHICAL,
@@ -125,12 +127,15 @@ class ParoConfig(BaseModel):
     """Trains groups separately; [an outer optimizer](../zero/outer_optimizer.md) combines them every 30 steps. With
     os = I: I-I-I, N-I-I, I-N-I, N-N-I."""
     paro_micro_batches: Annotated[
-        list[Annotated[int, Ge(1)]] | None,
+        list[Annotated[int, Ge(1)]] | Literal["measured"] | None,
         MinLen(1),
-        key_field("a list of integers of at least 1 (micro-batches of a step, for each group), or absent"),
+        key_field(
+            f'a list of integers of at least 1 (micro-batches of a step, for each group), "{MEASURED}", or absent'
+        ),
     ] = None
     """With p and g = N or I: groups run [different numbers of micro-batches](../zero/micro_batches.md) per step, as
-    [4, 4, 2]. Replaces `gradient_accumulation_steps`."""
+    [4, 4, 2]. Replaces `gradient_accumulation_steps`. "measured": numbers that [balance the
+    measured pace](../zero/micro_batches.md#measured-numbers) of groups."""
     paro_weights: Annotated[str | None, Predicate((None, "tokens").__contains__), key_field('"tokens", or absent')] = (
         None
     )
@@ -149,7 +154,7 @@ class ParoConfig(BaseModel):
     """With `"fastest"`, and with `paro_modules` "fill": memory for model states; the rest is for activations and
     buffers."""
     paro_decision_file: Annotated[str, key_field("the path of a file", min_length=1)] = "paro_decision.json"
-    """With `"fastest"`: file that stores the decision for later runs."""
+    """With `"fastest"`, and with `paro_micro_batches` "measured": file that stores the decision for later runs."""
     paro_micro_step_seconds: Annotated[
         float | None,
         key_field("a number of at least 0 (seconds of forward and backward), or absent", "an estimate", ge=0),
@@ -309,11 +314,13 @@ class ParoConfig(BaseModel):
                 f'{SECTION}.{MODULES} "{FILL}" needs to know how much memory to fill: add {SECTION}.{MEMORY}, the GB '
                 f"(10^9 bytes) that model states may take on each rank."
             )
+        also = {MEMORY: of_fill, DECISION: f' and {MICRO_BATCHES} "{MEASURED}"'}
         for key in FASTEST_KEYS:
-            if key in section and not (fills and key == MEMORY):
+            used = fills if key == MEMORY else key == DECISION and self.paro_micro_batches == MEASURED
+            if key in section and not used:
                 raise ValueError(
-                    f"{SECTION}.{key} is for {STRATEGY} {FASTEST}{of_fill if key == MEMORY else ''}, got {STRATEGY} "
-                    f"{strategy}. Remove {key}."
+                    f"{SECTION}.{key} is for {STRATEGY} {FASTEST}{also.get(key, '')}, got {STRATEGY} {strategy}. "
+                    f"Remove {key}."
                 )
         if stage not in (None, 0, strategy.stage):
             raise ValueError(

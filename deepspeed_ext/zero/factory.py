@@ -42,6 +42,7 @@ from deepspeed_ext.zero.filling import modules_that_fit
 from deepspeed_ext.zero.module_placements import mark_placements
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
+from deepspeed_ext.zero.pace import measure_pace, use_decision
 from deepspeed_ext.zero.sample_weights import add_weights, set_micro_batches
 from deepspeed_ext.zero.sharded.coordinator import use_coordinator
 from deepspeed_ext.zero.sharded.parameters import GatherSettings, ShardedParameters
@@ -112,6 +113,7 @@ def build_optimizer(
     outer: OuterSettings | None = engine._config.zero_config.paro_outer_optimizer
     alone = strategy.os == Placement.N or outer is not None
     topology = get_topology(engine.seq_data_parallel_group, engine._config.zero_config.paro_group_size, alone=alone)
+    use_decision(engine, topology)
     set_micro_batches(engine, topology)
     topologies = topologies_of(engine, topology, alone=alone)
     changed_defaults = use_overlap_defaults(engine._config, strategy)
@@ -134,6 +136,7 @@ def build_optimizer(
     _adapt_engine(engine, result, topology, strategy)
     if isinstance(result, ParoOptimizer):
         add_weights(result.sample_weights, engine, topology)
+        measure_pace(result, engine)
     if outer is not None and isinstance(result, ParoOptimizer):
         add_outer_optimizer(result, outer, topology, hops.outer(outer.bits), engine)
     return result

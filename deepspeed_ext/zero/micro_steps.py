@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-steps of an accumulation: one backward each, whose last buckets may overlap the next one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -41,11 +41,13 @@ class MicroSteps:
         last_was_declared: whether an accumulation's last backward was declared before it ran.
         overlap: whether the last buckets of a micro-step may be sent during the next one. This requires that gradients
             are not read between the two.
+        on_end: called after each micro-step but the last of an accumulation.
     """
 
     def __init__(self, context: Context, optimizer: AccumulatingOptimizer) -> None:
         self.has_begun = False
         self.overlap = False
+        self.on_end: Callable[[], None] | None = None
         self._flush_follows = False  # whether this backward is the last one before a boundary that the caller declares
         self._context, self._optimizer = context, optimizer
         self.last_was_declared = False
@@ -90,6 +92,8 @@ class MicroSteps:
             )
         elif not self.overlap:
             self.finish_buckets()
+        if self.on_end is not None and not boundary:
+            self.on_end()
 
     def finish_buckets(self) -> None:
         """Wait for the buckets that are being reduced, in order on the current stream."""

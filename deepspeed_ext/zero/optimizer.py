@@ -66,6 +66,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     norms: Norms  # global norm and overflow
     resync: Resync  # decides which updates are sent in full
     outer = OuterHooks()  # outer optimizer between groups
+    on_step: Callable[[], None] | None = None  # called at the end of each step
     gradient_terms: list[GradientTerm]  # changes of gradients at the accumulation boundary, in this order
     writers: CheckpointWriters  # ranks that write files of optimizer states
     unscaled_updates: set[int] | None  # DeepSpeed's record of flat shards whose gradient is an update without the loss
@@ -228,6 +229,8 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self.outer.finish_step(not self.overflow)
         for family in self.families.values():
             family.gather.finish_step()
+        if self.on_step is not None:
+            self.on_step()
 
     def gradients_dropped(self) -> None:
         """Called outside of a step when reduced gradients will not be applied."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from deepspeed_ext.comm.agreement import all_reduce, run_on_all_or_raise
 from deepspeed_ext.comm.hops import GradientScale
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.config.keys import GROUP_SIZE, MICRO_BATCHES, SECTION, WEIGHTS
+from deepspeed_ext.config.keys import GROUP_SIZE, MEASURED, MICRO_BATCHES, SECTION, WEIGHTS, configured_value
 from deepspeed_ext.deepspeed_types import Config, Engine
 
 
@@ -138,11 +138,11 @@ def set_tokens(engine: Any, tokens: float | Tensor) -> None:
 
 
 def add_weights(weights: SampleWeights, engine: Engine, topology: Topology) -> None:
-    """Set the weights that a configuration asks for, after ``set_micro_batches``."""
+    """Set the weights that a configuration asks for, after ``set_micro_batches`` and when numbers change."""
     config = engine._config
     numbers = config.zero_config.paro_micro_batches
     number = config.gradient_accumulation_steps
-    mean = Fraction(sum(numbers), len(numbers)) if numbers else Fraction(number)
+    mean = Fraction(sum(numbers), len(numbers)) if isinstance(numbers, list) else Fraction(number)
     weights.share = float(number / mean)
     weights.are_used = numbers is not None or config.zero_config.paro_weights is not None
     if config.zero_config.paro_weights is not None:
@@ -162,7 +162,8 @@ def set_micro_batches(engine: Engine, topology: Topology) -> None:
     if numbers is None:
         return
     groups, group = topology.sizes.groups, topology.rank // topology.sizes.group_size
-    if len(numbers) != groups:
+    engine.set_train_batch_size = engine.set_train_micro_batch_size = _refuse_another_size
+    if isinstance(numbers, list) and len(numbers) != groups:
         raise ValueError(
             f"{SECTION}.{MICRO_BATCHES} must have one number for each group: {topology.sizes.ranks} data-parallel "
             f"ranks in groups of {topology.sizes.group_size} are {groups} groups, got {numbers}."
@@ -172,12 +173,14 @@ def set_micro_batches(engine: Engine, topology: Topology) -> None:
             f"{SECTION}.{MICRO_BATCHES}: {engine.sequence_parallel_size} ranks share a sequence, and groups have "
             f"{topology.sizes.group_size}. Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size."
         )
+    if not isinstance(numbers, list):  # the mean number until the pace of groups has been measured
+        return
     total = config.train_micro_batch_size_per_gpu * sum(numbers) * (config.world_size // groups)
-    # On all ranks, because frameworks may set a rank's own number.
-    run_on_all_or_raise(lambda: _refuse_other_numbers(config, numbers, group, total), MICRO_BATCHES, ValueError)
+    if configured_value(config._param_dict, MICRO_BATCHES) != MEASURED:
+        # On all ranks, because frameworks may set a rank's own number.
+        run_on_all_or_raise(lambda: _refuse_other_numbers(config, numbers, group, total), MICRO_BATCHES, ValueError)
     config.gradient_accumulation_steps, config.train_batch_size = numbers[group], total
     engine.tput_timer.batch_size = total
-    engine.set_train_batch_size = engine.set_train_micro_batch_size = _refuse_another_size
 
 
 def _refuse_other_numbers(config: Config, numbers: Sequence[int], group: int, total: int) -> None:

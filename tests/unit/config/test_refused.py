@@ -149,6 +149,7 @@ OTHER_PACKAGES: list[Row] = [
     in_zero(
         GGG, "paro_micro_batches", OWN_STEPS, ".*once per step: N-N-N, N-N-I, N-N-G, N-I-I, N-I-G, I-N-I, I-N-G, "
     ),
+    (NIG | {"paro_micro_batches": "measured"}, {}, '"measured" needs gradient_accumulation_steps of at least 2'),
     in_zero(NIG, "paro_micro_batches", OWN_STEPS, ".*the script chooses", managed_gradient_accumulation=False),
     in_zero(NIG, "paro_weights", {"paro_weights": "tokens", "zeropp_loco_param": {}}, ".*_param keeps errors"),
     in_zero(III, "paro_weights", {"paro_weights": "tokens"} | UPDATES, ".*updates keeps errors of sums"),

@@ -3,17 +3,24 @@
 """Ranks with different numbers of micro-batches. The oracle is a stage with equal numbers, in which losses are
 multiplied by constants, or by zero."""
 
+import itertools
+import json
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from deepspeed import comm as dist
 
 import deepspeed_ext
+from deepspeed_ext.zero.pace import balance
 from tests.harness import networks, training
+from tests.harness.logs import is_ours, logged
+from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, Record, placed
 
@@ -32,14 +39,17 @@ JOBS = {  # and bounds
 
 def train(kind: str, zero: dict[str, Any], steps: Any, how: str, folder: str = "") -> Record:
     """Train. The first step is saved to a folder, or loaded if it is there. ``how``: "oracle"; "last", in a context of
-    last batches; or "own", numbers of groups."""
-    number = {} if how != "own" else {"gradient_accumulation_steps": None}
+    last batches; "own", numbers of groups; or "measured", while the second half of the ranks is slow."""
+    number = {"gradient_accumulation_steps": {"own": None, "measured": 2}[how]} if how in ("own", "measured") else {}
     job = replace(JOBS[kind][0], sizes=networks.SQUARE, accumulation=max(map(max, steps)), config=number)
     engine, model = training.make_engine(job, {**SMALL, "overlap_comm": True, **job.zero, **zero})
     is_saved = bool(folder) and Path(folder, "latest").exists()
     if is_saved:
         engine.load_checkpoint(folder)
     rank, data, record = dist.get_rank(), training.batches(job), Record([0.0], torch.empty(0), [], [], [])
+    if how == "measured":
+        assert "Accelerate" in error_of(engine.set_gradient_accumulation_boundary, True)
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.15 * (rank >= dist.get_world_size() // 2)))
     with deepspeed_ext.last_batches(engine) if how == "last" else nullcontext():
         for step, numbers in enumerate(steps):
             counts = [[1 + (r + at) % 3 * (kind == "tokens") for at in range(n)] for r, n in enumerate(numbers)]
@@ -55,7 +65,7 @@ def train(kind: str, zero: dict[str, Any], steps: Any, how: str, folder: str = "
             record.applied.append(engine.was_step_applied())
             if folder and not (step or is_saved):
                 engine.save_checkpoint(folder)
-    assert how != "own" or engine.train_batch_size() == 2 * sum(steps[-1])
+    assert how in ("oracle", "last") or engine.train_batch_size() == 2 * sum(steps[-1])
     weights, alike = training.whole_weights(model), training.all_replicas_equal(engine, model)
     engine.destroy()
     return record._replace(weights=weights, replicas_equal=alike)
@@ -91,6 +101,34 @@ def test_a_resumed_run_is_the_same_and_may_divide_anew(ranks: Any, tmp_path: Pat
     assert whole.weights.equal(resumed.weights) and whole.norms[1:] == resumed.norms[1:]
     divided = run(train, "plain", placed(name, paro_micro_batches=[1, 2]), ANEW, "own", folder)[0]
     assert divided.weights.allclose(run(train, "plain", {"stage": 1}, ANEW, "oracle")[0].weights, 1e-5, 1e-6)
+
+
+@pytest.mark.quick
+def test_numbers_balance_the_paces_of_groups() -> None:
+    for paces in ([1.0, 1.0], [1.0, 1.1], [0.1, 1.0], [1.0, 2.0, 0.3], [3.0, 1.0, 1.0, 2.0]):
+        total = 3 * len(paces)
+        given = [row for row in itertools.product(range(1, total), repeat=len(paces)) if sum(row) == total]
+        best = min(max(map(float.__mul__, paces, row)) for row in given)
+        assert tuple(balance(paces, total)) in given and max(map(float.__mul__, paces, balance(paces, total))) == best
+
+
+def logged_train(*case: Any) -> tuple[Record, list[str]]:
+    with logged() as lines:
+        record = train(*case)
+    return record, [text for _, text in lines if is_ours(text) and "paro_micro_batches" in text]
+
+
+@with_cases("name", "NIG", "IIG")
+def test_measured_numbers_are_used_and_kept(ranks: Any, tmp_path: Path, name: str) -> None:
+    run, folder, file = ranks(4).run, str(tmp_path / "saved"), tmp_path / "decision.json"
+    keys, equal, balanced = {"paro_micro_batches": "measured", "paro_decision_file": str(file)}, (2,) * 4, (3, 3, 1, 1)
+    for steps, said in (([equal] * 4 + [balanced] * 2, "is now [3, 1]"), ([equal] + [balanced] * 2, "stays [3, 1]")):
+        record, (line,) = run(logged_train, "plain", placed(name, **keys), steps, "measured", folder)[0]
+        assert said in line and all(record.applied[1:])
+        expected = run(train, "plain", {"stage": 1}, steps, "oracle")[0]
+        assert record.weights.allclose(expected.weights, 1e-5, 1e-6)
+    (entry,) = json.loads(file.read_text())["decisions"]
+    assert entry["plan"]["paro_micro_batches"] == [3, 1] and entry["plan"]["paces"][1] > 0.1
 
 
 @with_cases(
