@@ -40,12 +40,14 @@ from deepspeed_ext.planner.engine_model import (
 )
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import GroupSizes, StateBytes
+from deepspeed_ext.strategy import GroupSizes, Placement, StateBytes
 from deepspeed_ext.tools.clocks import device_name
 from deepspeed_ext.tools.plan import recorded_training
 from deepspeed_ext.tools.report import flat_collectives, measures, page
 from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, Step
 from deepspeed_ext.version import __version__
+from deepspeed_ext.zero.optimizer import ParoOptimizer
+from deepspeed_ext.zero.pace import balance
 
 FORMAT = 1
 _STAGES = ("training without ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -66,7 +68,7 @@ def build_report(
     """
     summary = measures.summary(steps)
     summary["held"] = [state_bytes.parameters, state_bytes.gradients, state_bytes.optimizer]
-    ranks = _rows_of_ranks(summary)
+    ranks, own_groups = _rows_of_ranks(summary), _rows_of_groups(engine, steps)
     # The slowest rank waits least, since the other ranks wait for it.
     slowest = min(ranks, key=lambda row: row["waiting"])["rank"]
     fastest = max(ranks, key=lambda row: row["waiting"])["rank"]
@@ -98,6 +100,7 @@ def build_report(
         "modules": measured["modules"],
         "memory": _memory(measured["held"], now),
         "ranks": ranks,
+        "groups": own_groups,
         "timelines": timelines if slowest != fastest else timelines[:1],
         "choices": [] if predictions is None else predictions.choices(),
         recorded_training.KEY: None if planner_input is None else planner_input.as_dict(),
@@ -118,6 +121,28 @@ def _rows_of_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
         "waiting": own["waiting"],
     }
     return [json.loads(text) for text in all_gather_texts(json.dumps(row))]
+
+
+def _rows_of_groups(engine: Engine, steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """Return each group's numbers of micro-batches, pace, and wait for the slowest group; empty if groups communicate
+    in each micro-batch, or there are fewer than two of either. Collective."""
+    optimizer, number = engine.optimizer, engine._config.gradient_accumulation_steps
+    own = None
+    if isinstance(optimizer, ParoOptimizer) and not engine.pipeline_parallelism:
+        strategy, sizes, rank = optimizer.strategy, optimizer.topology.sizes, optimizer.topology.rank
+        paces = [pace for step in steps if (pace := measures.pace(step, number)) is not None]
+        if sizes.groups > 1 and Placement.G not in (strategy.p, strategy.g) and paces:
+            own = [rank // sizes.group_size, number, median(paces)]
+    rows = [json.loads(text) for text in all_gather_texts(json.dumps(own))]
+    if None in rows:
+        return []
+    paces = [max(pace for of, _, pace in rows if of == group) for group in sorted({group for group, _, _ in rows})]
+    numbers = list({group: number for group, number, _ in sorted(rows)}.values())
+    slowest = max(map(float.__mul__, paces, map(float, numbers)))
+    return [
+        {"pace": pace, "micro_batches": number, "waiting": slowest - pace * number, "balanced": balanced}
+        for pace, number, balanced in zip(paces, numbers, balance(paces, sum(numbers)), strict=True)
+    ]
 
 
 def _timeline(role: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step) -> dict[str, Any]:

@@ -20,7 +20,7 @@ Note [Exposed seconds]
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -198,6 +198,20 @@ def step_parts(step: Step, charges: Charges | None = None) -> dict[str, float]:
         **{hop: _sum_charges(charges, (1, hop)) for hop in HOPS},
     }
     return {part: seconds_of.get(part, step.seconds - sum(seconds_of.values())) for part in PARTS}
+
+
+def pace(step: Step, micro_batches: int) -> float | None:
+    """Return the seconds per micro-batch before the last, without communication between groups; None if unknown.
+
+    See Note [Pace] in ``zero/pace.py``.
+    """
+    ends = sorted(phase.end for phase in step.phases if phase.kind == BACKWARD)
+    if not len(ends) == micro_batches >= 2:
+        return None
+    end = ends[-2]
+    waits = [wait for wait in step.waits if wait.begin < end or not wait.on_training_lane]
+    between = _sum_charges(charge_waits(replace(step, waits=waits)), (1, BETWEEN))
+    return (end - step.begin - between) / (micro_batches - 1)
 
 
 def summary(steps: Sequence[Step]) -> dict[str, Any]:

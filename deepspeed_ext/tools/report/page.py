@@ -26,6 +26,7 @@ _EXCESS_COMPUTE = 0.1  # share of the median of compute
 _EXCESS_MEMORY = 0.1  # share of the bytes of model states
 _EXCESS_RECEIVED = 0.2  # share of the received bytes
 _OVERHEAD = 0.02  # share of a step
+_LISTED_GROUPS = 16
 
 _NESTED = "training"  # the lane with nested spans
 
@@ -54,7 +55,13 @@ def paragraph(report: Report) -> str:
 
 def findings(report: Report) -> list[str]:
     """Return findings as sentences, the most important first."""
-    return [*_faster_strategies(report), *_slow_hops(report), *_step_findings(report), *_excess_findings(report)]
+    return [
+        *_faster_strategies(report),
+        *_slow_hops(report),
+        *_uneven_groups(report),
+        *_step_findings(report),
+        *_excess_findings(report),
+    ]
 
 
 def _step(report: Report) -> float:
@@ -103,6 +110,19 @@ def _slow_hops(report: Report) -> Iterator[str]:
             )
         else:
             yield f"The step waits for transfers {_HOPS[hop['hop']]} for {share:.0%} of its time."
+
+
+def _uneven_groups(report: Report) -> Iterator[str]:
+    rows = report.get("groups", [])
+    if max((row["waiting"] for row in rows), default=0.0) < _MIN_GAIN * _step(report):
+        return
+    waits = ", ".join(f"{row['waiting']:.3g}" for row in rows[:_LISTED_GROUPS])
+    more = ", ..." if len(rows) > _LISTED_GROUPS else ""
+    now, balanced = ([row[key] for row in rows] for key in ("micro_batches", "balanced"))
+    advice = "their numbers of micro-batches are balanced already"
+    if now != balanced:
+        advice = f'paro_micro_batches "measured", or {balanced} instead of {now}, would balance them'
+    yield f"Groups wait for the slowest {waits}{more} s per step: {advice}."
 
 
 def _step_findings(report: Report) -> Iterator[str]:

@@ -44,6 +44,14 @@ def test_waits_are_charged_to_communications() -> None:
     assert by_hop(measures.charge_waits(step)) == {BETWEEN: 2.0}
 
 
+def test_the_pace_of_a_group_excludes_other_groups_and_the_last_backward() -> None:
+    phases = tuple(Phase(BACKWARD, end - 1.0, end) for end in (3.0, 6.0, 9.0))
+    step = Step(
+        1, 1.0, 10.0, phases, (Wait(1.5, 2.5, True, REDUCE), Wait(4.0, 4.5, True, GATHER), Wait(8, 9, True, REDUCE))
+    )
+    assert measures.pace(step, 3) == 2.0 and measures.pace(step, 2) is None
+
+
 def test_a_process_group_is_within_or_between_groups_or_neither() -> None:
     hops = [measures.hop_of(ranks, 2) for ranks in ([2, 3], [1, 3], [1, 2], [0, 1, 2, 3], [3])]
     assert hops == [WITHIN, *3 * [BETWEEN], ""]

@@ -67,6 +67,10 @@ FINDINGS: list[tuple[dict[str, Any], str]] = [
         {"ranks": [{"rank": r, "host": f"node{r}", "compute": 0.9 + 0.9 * (r == 3)} for r in range(4)]},
         "Rank 3 on node3 computes 2 times as long as the median rank",
     ),
+    (
+        {"groups": [{"waiting": w, "micro_batches": 2, "balanced": 3 - (w == 0)} for w in (0.0, 0.5)]},
+        'Groups wait for the slowest 0, 0.5 s per step: paro_micro_batches "measured", or [2, 3] instead of [2, 2],',
+    ),
     ({"steps": {"seconds": [1.0], "overhead": 0.05}}, "Recorded steps took 5.0% longer than other steps"),
     ({"parts": [{"part": "other", "seconds": 0.4, "predicted": None}]}, "40% of the step is unaccounted for; likely"),
 ]
