@@ -110,6 +110,7 @@ class Engine(Protocol):
     monitor: Monitor
     timers: Timers
     tput_timer: Any
+    set_gradient_accumulation_boundary: Callable[[bool], None]
     set_train_batch_size: Callable[[int], None]
     set_train_micro_batch_size: Callable[[int], None]
     communication_data_type: torch.dtype
@@ -131,6 +132,7 @@ class Engine(Protocol):
     global_rank: int
     local_rank: int
     global_steps: int
+    micro_steps: int
     global_samples: int
     skipped_steps: int
     backward: Callable[..., Any]

@@ -127,21 +127,22 @@ def _rows_of_groups(engine: Engine, steps: Sequence[Step]) -> list[dict[str, Any
     """Return each group's numbers of micro-batches, pace, and wait for the slowest group; empty if groups communicate
     in each micro-batch, or there are fewer than two of either. Collective."""
     optimizer, number = engine.optimizer, engine._config.gradient_accumulation_steps
-    own = None
+    own: list[Any] | None = None
     if isinstance(optimizer, ParoOptimizer) and not engine.pipeline_parallelism:
         strategy, sizes, rank = optimizer.strategy, optimizer.topology.sizes, optimizer.topology.rank
-        paces = [pace for step in steps if (pace := measures.pace(step, number)) is not None]
-        if sizes.groups > 1 and Placement.G not in (strategy.p, strategy.g) and paces:
-            own = [rank // sizes.group_size, number, median(paces)]
+        own_paces = [pace for step in steps if (pace := measures.pace(step, number)) is not None]
+        if sizes.groups > 1 and Placement.G not in (strategy.p, strategy.g) and own_paces:
+            own = [rank // sizes.group_size, number, median(own_paces)]
     rows = [json.loads(text) for text in all_gather_texts(json.dumps(own))]
     if None in rows:
         return []
-    paces = [max(pace for of, _, pace in rows if of == group) for group in sorted({group for group, _, _ in rows})]
-    numbers = list({group: number for group, number, _ in sorted(rows)}.values())
-    slowest = max(map(float.__mul__, paces, map(float, numbers)))
+    # Of the ranks of each group the last, which is the slowest: they are sorted by pace.
+    slowest = {of: (number, pace) for of, number, pace in sorted(rows)}
+    numbers, paces = zip(*slowest.values(), strict=True)
+    end = max(number * pace for number, pace in slowest.values())
     return [
-        {"pace": pace, "micro_batches": number, "waiting": slowest - pace * number, "balanced": balanced}
-        for pace, number, balanced in zip(paces, numbers, balance(paces, sum(numbers)), strict=True)
+        {"pace": pace, "micro_batches": number, "waiting": end - pace * number, "balanced": balanced}
+        for number, pace, balanced in zip(numbers, paces, balance(paces, sum(numbers)), strict=True)
     ]
 
 
