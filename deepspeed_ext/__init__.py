@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from deepspeed_ext.zero.last_batches import last_batches
     from deepspeed_ext.zero.outer import outer_weights
     from deepspeed_ext.zero.sample_weights import set_tokens
+    from deepspeed_ext.zero.sampler import GroupSampler
     from deepspeed_ext.zero.updates_in_flight import wait_for_updates
 
 __all__ = [
     "STRATEGIES",
+    "GroupSampler",
     "Placement",
     "Strategy",
     "__version__",
@@ -35,6 +37,7 @@ __all__ = [
     "wait_for_updates",
 ]
 _MODULES = {
+    "GroupSampler": "zero.sampler",
     "export_weights": "checkpoint.export",
     "last_batches": "zero.last_batches",
     "outer_weights": "zero.outer",

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,36 @@ LEFT_OUT = {"stage": None}
 @pytest.mark.parametrize("strategy, more", [("IIG", LEFT_OUT), *deep(("III", {}), ("NIG", LEFT_OUT), ("NNG", {}))])
 def test_plugin(frameworks: Any, tmp_path: Path, strategy: str, more: dict[str, None]) -> None:
     check(frameworks(4).run(case, placed(strategy, **more), stock(strategy), str(tmp_path)), strategy, resumed=True)
+
+
+def test_groups_have_their_own_numbers_of_micro_batches(frameworks: Any) -> None:
+    for apart, steps in frameworks(4).run(numbers_case, placed("NIG", paro_micro_batches=[2, 1])):
+        assert apart < 1e-6 and steps == 4
+
+
+def numbers_case(zero: dict[str, Any]) -> tuple[float, int]:
+    """Train with each rank's own number, by a loader that Accelerate does not know."""
+    import torch.distributed as dist
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate.utils import DummyOptim
+
+    from tests.harness import sampled, training
+    from tests.harness.frameworks import tiny
+
+    number = zero["paro_micro_batches"][dist.get_rank() // 2]
+    config = training.configuration(replace(sampled.JOB, accumulation=number), zero)
+    PartialState(cpu=True)
+    accelerator, model = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)), sampled.make_model()
+    engine, _ = accelerator.prepare(model, DummyOptim(model.parameters(), lr=0.1))
+
+    def micro_step(x: Any, y: Any) -> None:
+        with accelerator.accumulate(engine):
+            accelerator.backward(((engine(x) - y) ** 2).mean())
+
+    try:
+        return sampled.train(engine, model, micro_step)
+    finally:
+        tiny.forget()
 
 
 @pytest.mark.deep

@@ -18,7 +18,7 @@ from deepspeed import comm as dist
 
 import deepspeed_ext
 from deepspeed_ext.zero.pace import balance
-from tests.harness import networks, training
+from tests.harness import networks, sampled, training
 from tests.harness.logs import is_ours, logged
 from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep, with_cases
@@ -129,6 +129,29 @@ def test_measured_numbers_are_used_and_kept(ranks: Any, tmp_path: Path, name: st
         assert record.weights.allclose(expected.weights, 1e-5, 1e-6)
     (entry,) = json.loads(file.read_text())["decisions"]
     assert entry["plan"]["paro_micro_batches"] == [3, 1] and entry["plan"]["paces"][1] > 0.1
+
+
+@with_cases(
+    "zero, number, steps",
+    (placed("NIG", paro_micro_batches=[2, 1]), None, 4),
+    (placed("IIG", paro_micro_batches=[1, 3]), None, 2),
+    (placed("NNG"), 2, 2),
+    ({"stage": 1}, 1, 6),
+)
+def test_a_sampler_divides_each_step_by_groups(ranks: Any, zero: dict[str, Any], number: Any, steps: int) -> None:
+    for apart, taken in ranks(4).run(sampled_case, zero, number):
+        assert apart < 1e-6 and taken == steps
+
+
+def sampled_case(zero: dict[str, Any], number: int | None) -> tuple[float, int]:
+    job = replace(sampled.JOB, config={"gradient_accumulation_steps": number})
+    engine, model = training.make_engine(job, {**SMALL, **zero})
+
+    def micro_step(x: torch.Tensor, y: torch.Tensor) -> None:
+        engine.backward(((engine(x) - y) ** 2).mean())
+        engine.step()
+
+    return sampled.train(engine, model, micro_step)
 
 
 @with_cases(
