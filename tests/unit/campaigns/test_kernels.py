@@ -28,10 +28,7 @@ def printed_by(*command: str) -> str:
 @needs_a_compiler
 @pytest.mark.parametrize(
     "build, amount",
-    [
-        ("plain", 0.02),
-        *deep(("checked", 0.01), ("plain", 1.0), ("checked", 0.1), ("address", 0.01), ("address", 0.05)),
-    ],
+    [("plain", 0.02), *deep(("checked", 0.01), ("plain", 1), ("checked", 0.1), ("address", 0.01), ("address", 0.05))],
 )
 def test_all_bits_are_equal(build: str, amount: float) -> None:
     printed = printed_by("tests.campaigns.kernels", "--build", build, "--amount", str(amount))
