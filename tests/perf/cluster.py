@@ -9,6 +9,7 @@
     python -m tests.perf.cluster --network          # seconds per step over the rate of the link
     python -m tests.perf.cluster --collectives      # two hops and a flat ring, without a model
     python -m tests.perf.cluster --outer            # an outer optimizer between nodes
+    python -m tests.perf.cluster --speeds           # a node at half speed, with equal and with its own micro-batches
     python -m tests.perf.cluster --save             # synchronous and asynchronous saves
     python -m tests.perf.cluster --record           # a report of steps, compared with measured steps
     python -m tests.perf.cluster --what-if          # predictions from reports at other link rates
@@ -55,6 +56,7 @@ MEASUREMENTS = {  # by option or model: where its class is
     "outer": "measurements.OuterMeasurement",
     "save": "saves.SavesMeasurement",
     "record": "recorded.RecordedMeasurement",
+    "speeds": "speeds.SpeedsMeasurement",
     "what_if": "recorded.WhatIfMeasurement",
     "gpt2": "gpt2.Gpt2Measurement",
     "mixture": "mixture.MixtureMeasurement",
@@ -62,7 +64,7 @@ MEASUREMENTS = {  # by option or model: where its class is
 }
 OPTIONS = (
     *("--overlap", "--paper", "--network", "--collectives", "--offload", "--outer", "--save", "--record"),
-    "--what-if",
+    *("--what-if", "--speeds"),
 )
 
 
@@ -87,7 +89,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ratios", nargs="+", type=float, help="of W to a micro-batch's compute: --overlap, --record")
     parser.add_argument("--pcie", type=float, default=25.0, help="GB/s between host and device: --offload")
     parser.add_argument("--every", type=int, default=30, help="H, at least 15: --outer")
-    parser.add_argument("--pause", type=float, default=0.08, help="seconds that a step sleeps: --outer")
+    parser.add_argument("--pause", type=float, default=0.08, help="seconds of sleep: --outer, --speeds")
     parser.add_argument("--log", type=Path, default=Path("cluster.log"), help="what the ranks print")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds that a setting may take")
     parser.add_argument("--csv", type=Path, help="append a row a result here")

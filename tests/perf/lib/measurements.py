@@ -71,6 +71,7 @@ class Measurement:
     bounds: ClassVar[Mapping[str, float]] = {FP32: 1e-4, BF16: 2**-7}
     loco_bound: ClassVar[float] = math.inf
     keys: ClassVar[Mapping[str, Any]] = {}  # of zero_optimization, for strategies
+    turns_class: ClassVar[type[Turns]] = Turns
     described: ClassVar[Mapping[str, Any]] = {"streams": False}  # to the planner; ranks compute and copy on the cores
 
     def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
@@ -81,7 +82,7 @@ class Measurement:
 
     def measure(self) -> list[Row]:
         self.workload = self.make_workload()
-        self.turns = Turns(self.setting.ranks_per_node, self.batches)
+        self.turns = self.turns_class(self.setting.ranks_per_node, self.batches)
         self.compute = Compute(self.workload)
         self.made = {method.name: method for method in self.make_methods()}
         self.turns.warm_up(self.compute, watch=False)

@@ -118,6 +118,7 @@ OUTER = by_name(
         for rate in (None, 100, 20, 5)
     )
 )
+SPEEDS = by_name(Setting("2x2-speeds", accumulation=6, mbit=(1000, 100), size="narrow"))
 MIXTURE = by_name(Setting("2x2-100"))
 PIPELINE = by_name(Setting("4x2-pipeline", nodes=4, accumulation=8, mbit=(100, 1000)))
 GPT2 = by_name(Setting("2x2-gpt2", mbit=(100, 1000), dtype=BF16), Setting("2x2-tiny", mbit=(100, 1000), dtype=BF16))
