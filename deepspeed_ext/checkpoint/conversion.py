@@ -43,6 +43,7 @@ from deepspeed_ext.checkpoint.owned_folder import (
     new_token,
     remove_if_abandoned,
 )
+from deepspeed_ext.checkpoint.trust import is_trusted
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise, run_on_first_or_raise
 
 SUFFIX = "_converted"
@@ -194,7 +195,14 @@ def _run_converter(folder: Path, owned: OwnedFolder) -> IO[str]:
     """
     signature = _signature(folder)
     packages = str(Path(__file__).parents[2])
-    arguments = ["convert", "--input_folder", str(folder), "--output_folder", str(owned.staging)]
+    arguments = [
+        "convert",
+        *(["--trusted"] if is_trusted() else []),
+        "--input_folder",
+        str(folder),
+        "--output_folder",
+        str(owned.staging),
+    ]
     done = subprocess.run(
         [sys.executable, "-c", _RUN, packages, *arguments],
         stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, error_text
 from deepspeed_ext.checkpoint.owned_folder import replace_atomically, sync
+from deepspeed_ext.checkpoint.trust import load_listed
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ def holds_parameters_only(path: str) -> bool:
 
 
 def inspect(path: str | os.PathLike[str]) -> Any:
-    """Return the content of a checkpoint's file; its tensors stay on disk."""
+    """Return the content of a checkpoint's file; its tensors stay on disk. See ``load_listed`` for errors."""
     # A file that is not a zip archive was saved with checkpoint_serialization false, or is truncated.
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+    return load_listed(torch.load, path, map_location="cpu", mmap=zipfile.is_zipfile(path))
 
 
 def read_checked(path: str | os.PathLike[str], *keys: str) -> Any:
@@ -62,7 +63,7 @@ def read_checked(path: str | os.PathLike[str], *keys: str) -> Any:
         keys: required keys.
 
     Raises:
-        CheckpointError: it is missing, cannot be read, or lacks a key.
+        CheckpointError: it is missing, cannot be read, lacks a key, or has a class that may not be loaded.
     """
     try:
         state = inspect(path)
@@ -71,6 +72,8 @@ def read_checked(path: str | os.PathLike[str], *keys: str) -> Any:
             raise ValueError(f"has no {' and no '.join(missing)}")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing.") from error
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, damaged, or not this file of a checkpoint "

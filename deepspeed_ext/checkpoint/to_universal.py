@@ -54,8 +54,9 @@ from torch import Tensor
 from deepspeed_ext.checkpoint.conversion import is_universal
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
-from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL
+from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL, CheckpointError
 from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, replace_text, resolve_links
+from deepspeed_ext.checkpoint.trust import is_trusted, restrict_loads
 from deepspeed_ext.console import track_progress
 from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.strategy import STRATEGIES, Placement, hyphenate
@@ -84,9 +85,17 @@ def convert(arguments: argparse.Namespace) -> None:
         arguments: as for DeepSpeed's ``main``.
 
     Raises:
-        ValueError: the momentum is from DeepSpeed's stages and ambiguous, experts cannot be converted, or the name is
-            taken; the message says what to do.
+        ValueError: the momentum is from DeepSpeed's stages and ambiguous, experts cannot be converted, the name is
+            taken, or a file has a class that may not be loaded; the message says what to do.
     """
+    try:
+        with restrict_loads(getattr(arguments, "trusted", False)):
+            _convert(arguments)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+
+
+def _convert(arguments: argparse.Namespace) -> None:
     source, target = Path(arguments.input_folder), Path(arguments.output_folder)
     _refuse_experts(source)
     _require_replaceable(target)
@@ -115,8 +124,8 @@ def _convert_into_folder(arguments: argparse.Namespace) -> None:
     """Convert into a hidden folder; see Note [Momentum in universal checkpoints]."""
     with replace_attributes(
         ds_to_universal,
-        extract_zero_shards=extract_replicated,
-        extract_zero_shards_stage3=extract_partitioned,
+        extract_zero_shards=partial(extract_replicated, trusted=is_trusted()),
+        extract_zero_shards_stage3=partial(extract_partitioned, trusted=is_trusted()),
         _consolidate_zero3_autoep_expert_states=consolidate_experts,
         _save_optimizer_state=save_other_states,
         tqdm=SimpleNamespace(tqdm=partial(track_progress, label="converting", unit="part")),  # tqdm also floods logs
@@ -164,9 +173,10 @@ def _refuse_experts(folder: Path) -> None:
         )
 
 
-def extract_replicated(dir: str, ds_checkpoint: Any, indices_3D: tuple[int, int, int]) -> None:
+def extract_replicated(dir: str, ds_checkpoint: Any, indices_3D: tuple[int, int, int], trusted: bool = False) -> None:
     """Extract a rank's fragments at stages 1 and 2. Arguments are those of DeepSpeed's ``extract_zero_shards``."""
-    with _transform_loaded_states(lambda state: omit_repeated(present_momentum_as_adam(state), indices_3D[2])):
+    transform = _transform_loaded_states(lambda state: omit_repeated(present_momentum_as_adam(state), indices_3D[2]))
+    with restrict_loads(trusted), transform:  # worker processes may be spawned
         _extract_replicated(dir, ds_checkpoint, indices_3D)
 
 
@@ -177,15 +187,17 @@ def extract_partitioned(
     temp_dir: str,
     indices: tuple[int, int],
     exclude_param_names: Any = None,
+    trusted: bool = False,
 ) -> None:
     """Extract a rank's fragments at stage 3. Arguments are those of DeepSpeed's ``extract_zero_shards_stage3``."""
     tensor_parallel, number = indices
-    state = inspect(optim_files_grid[tensor_parallel][number])[OPTIMIZER_STATE_DICT]
+    with restrict_loads(trusted):
+        state = inspect(optim_files_grid[tensor_parallel][number])[OPTIMIZER_STATE_DICT]
     placed_shapes = zip(state.get(PLACEMENT) or (), param_shapes_grid[tensor_parallel], strict=False)
     repeated = {
         name for placement, shapes in placed_shapes if number >= placement["partition_count"] for name in shapes
     }
-    with _transform_loaded_states(present_momentum_as_adam):
+    with restrict_loads(trusted), _transform_loaded_states(present_momentum_as_adam):
         _extract_partitioned(
             optim_files_grid,
             param_shapes_grid,

@@ -317,3 +317,5 @@ class SaveSettings(Settings):
     """With `async_save`: folder of all jobs' [saves in memory](../checkpoint/in_memory.md)."""
     memory_copies: Annotated[int, key_field("an integer of at least 0", ge=0)] = 1
     """Number of other groups that have a copy of each in-memory file that only one group has."""
+    trusted: _Flag = False
+    """Loads accept [any class](../checkpoint/README.md#trust) in files, whose code they run."""

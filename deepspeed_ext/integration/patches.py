@@ -174,6 +174,11 @@ REPLACED_DURING_CALLS: tuple[Patch, ...] = (
         "(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False)",
     ),
     Patch(
+        "torch:load",
+        "load only listed classes from checkpoints",
+        "(f, map_location=None, pickle_module=None, *, weights_only=None, mmap=None, **pickle_load_args)",
+    ),
+    Patch(
         f"{_CONVERTER}:extract_zero_shards",
         "convert momentum, and states in several files",
         "(dir, ds_checkpoint, indices_3D)",

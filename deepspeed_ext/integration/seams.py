@@ -340,9 +340,13 @@ def load_what_was_checked(
     if not has_our_files and not (self.load_universal_checkpoint() and self.zero_optimization()):
         return load(self, load_dir, tag, *args, **kwargs)
     from deepspeed_ext.checkpoint import loading
+    from deepspeed_ext.checkpoint.trust import restrict_loads
+    from deepspeed_ext.config.section import save_settings
 
     load_ours = loading.load_checkpoint if has_our_files else loading.load_into_stock
-    return load_ours(load, self, load_dir, tag, *args, **kwargs)
+    # Without a strategy, the key is refused, and DeepSpeed's own load of the same files has no restriction either.
+    with restrict_loads(not has_our_files or save_settings(self._config).trusted):
+        return load_ours(load, self, load_dir, tag, *args, **kwargs)
 
 
 def _has_our_files(engine: "Engine") -> bool:

@@ -76,6 +76,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_merge_workers", type=int, default=2, help="processes that merge them")
     parser.add_argument("--keep_temp_folder", action="store_true", help="keep the extracted shards")
     parser.add_argument("--no_strict", dest="strict", action="store_false", help="do not check patterns of parameters")
+    parser.add_argument("--trusted", action="store_true", help="accept any class in the files, and run its code")
     parser.add_argument("--inject_missing_state", action="store_true", default=True, help=argparse.SUPPRESS)  # always
 
 

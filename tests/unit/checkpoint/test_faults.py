@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fault in a save or a load loses nothing that was there, and every rank reports it."""
 
+import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -36,7 +37,25 @@ from tests.harness.training import PARTITIONED, placed
 # Of the folder of a tag, in groups of 2: a file that one rank reads; ``SHARD`` is another.
 MODULE = {"NIG": "mp_rank_00_model_states.pt", "III": "zero_pp_rank_1_mp_rank_00_model_states.pt"}
 MODULE["IIG"] = MODULE["III"]
-FAULTS = ("missing", "truncated", "empty", "of another save", "of no checkpoint", "of something else")
+FAULTS = (
+    "missing",
+    "truncated",
+    "empty",
+    "of another save",
+    "of no checkpoint",
+    "of something else",
+    "with a payload",
+)
+
+
+class Payload:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (f"{self.path}.ran",)
 
 
 def spoil(path: Path, fault: str) -> None:
@@ -50,6 +69,9 @@ def spoil(path: Path, fault: str) -> None:
         path.write_bytes((path.parents[1] / "before" / path.name).read_bytes())
     elif fault == "of something else":
         torch.save({"a": 1}, path)
+    elif fault == "with a payload":
+        content = torch.load(path, weights_only=False)
+        torch.save({**(content if isinstance(content, dict) else {}), "payload": Payload(path)}, path)
     else:
         path.write_text("nothing that torch has written")
 
@@ -59,7 +81,9 @@ def files_of(name: str, universal: bool) -> Iterator[tuple[str, str, dict[str, b
     if universal:
         states = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
         for file in (*(f"layers.2.weight/{state}" for state in states), "optimizer_state.pt"):
-            yield from ((f"zero/{file}", fault, {}) for fault in ("missing", "truncated", "of no checkpoint"))
+            yield from (
+                (f"zero/{file}", fault, {}) for fault in ("missing", "truncated", "of no checkpoint", FAULTS[-1])
+            )
     else:
         yield from ((file, fault, {}) for file in (MODULE[name], SHARD) for fault in FAULTS)
         if name in PARTITIONED:  # weights without optimizer states come from all shards
@@ -76,8 +100,13 @@ def test_a_damaged_file_is_named_before_any_change(ranks: Any, tmp_path: Path, n
         assert messages == answers[0][0] and (changed, again) == ({}, {})
         for (file, fault, _), message in zip(files_of(name, universal), messages, strict=True):
             assert message.startswith("CheckpointError: rank ") and file in message, (fault, message)
-            reason = {"missing": "is missing", "of another save": "to another save"}.get(fault, "cannot be read")
-            assert reason in message, (fault, message)
+            reason = {
+                "missing": "is missing",
+                "of another save": "to another save",
+                FAULTS[-1]: "posix.mkdir, which is not",
+            }
+            assert reason.get(fault, "cannot be read") in message, (fault, message)
+    assert not [*tmp_path.rglob("*.ran")]  # no payload has run
 
 
 def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], dict[str, float], dict[str, float]]:
