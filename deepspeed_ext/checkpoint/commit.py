@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deepspeed_ext.checkpoint import digests
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import remove_memory_saves
 from deepspeed_ext.checkpoint.owned_folder import new_token
@@ -55,7 +56,7 @@ class Commit:
             total = channel.all_reduce_sum(written)
             if self.is_shared:
                 self._run_on_first(lambda: _wait_for_files(folder, total), channel)
-            self._run_on_first(folder.publish, channel)
+            self._run_on_first(self._publish, channel)
             # Only now: a save that is killed in between leaves ``latest`` naming a complete folder.
             if self.names_latest:
                 self._run_on_first(folder.update_latest, channel)
@@ -66,6 +67,10 @@ class Commit:
             folder.clear()
         if self.memory_config is not None:
             remove_memory_saves(self.memory_config, folder.save_dir)
+
+    def _publish(self) -> None:
+        digests.collect(self.folder.staging)
+        self.folder.publish()
 
     def plan_files(self, pending: Sequence[tuple[object, str, str]]) -> None:
         """Called once the content of files is known, before they are written in the background. Collective.

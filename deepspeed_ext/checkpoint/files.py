@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import PARAM
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import logger
 from torch import Tensor
 
+from deepspeed_ext.checkpoint import digests
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, error_text
 from deepspeed_ext.checkpoint.owned_folder import replace_atomically, sync
 from deepspeed_ext.checkpoint.trust import load_listed
@@ -77,7 +79,7 @@ def read_checked(path: str | os.PathLike[str], *keys: str) -> Any:
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, damaged, or not this file of a checkpoint "
-            f"({type(error).__name__}: {error})"
+            f"({type(error).__name__}: {error}).{digests.explain(path)}"
         ) from error
     return state
 
@@ -183,8 +185,9 @@ class CheckpointFiles(TorchCheckpointEngine):
         return None
 
     def _write(self, state_dict: object, path: str) -> None:
-        super().save(state_dict, path)
-        sync(path)  # before the commit renames the folder, or a crash could leave a complete-looking checkpoint
+        with digests.recording(path, dist.get_rank()):
+            super().save(state_dict, path)
+            sync(path)  # before the commit renames the folder, or a crash could leave a complete-looking checkpoint
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder; during a save, inside the staging folder."""

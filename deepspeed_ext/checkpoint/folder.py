@@ -26,6 +26,7 @@ from deepspeed.utils import logger
 from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, find_replaced, replace_text, resolve_links
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+RECORD, SIDECAR = "digests.json", ".digest"  # of all files, and of one file while it is being saved: ``digests.py``
 
 
 class RankFile(Enum):
@@ -48,7 +49,13 @@ class RankFile(Enum):
 _FILES = (
     *("*mp_rank_*_states.pt", "layer_*_states.pt", "expp_rank_*_states.pt"),
     *(file.pattern() for file in RankFile),
+    RECORD,
 )
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """Return the files in a folder that a save would replace, except the record of all files."""
+    return sorted({path for pattern in _FILES for path in folder.glob(pattern)} - {folder / RECORD})
 
 
 class CheckpointError(ZeRORuntimeException, RuntimeError):
@@ -133,8 +140,9 @@ class CheckpointFolder:
             )
 
     def count_files(self) -> int:
-        """Return the number of files in the staging folder."""
-        return sum(path.is_file() for path in self.staging.rglob("*"))
+        """Return the number of files in the staging folder that are visible together with their digests."""
+        names = {str(path) for path in self.staging.rglob("*") if path.is_file()}
+        return sum(f"{name}{SIDECAR}" in names for name in names)
 
     def publish(self, keep_unstaged: bool = False) -> None:
         """Replace the tag's folder with the staging folder.

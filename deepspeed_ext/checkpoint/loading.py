@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import logger
 
-from deepspeed_ext.checkpoint import universal
+from deepspeed_ext.checkpoint import digests, universal
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
 from deepspeed_ext.checkpoint.conversion import convert_for_load, is_universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
@@ -23,6 +23,7 @@ from deepspeed_ext.checkpoint.memory_restore import restore_from_memory
 from deepspeed_ext.checkpoint.outer_states import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
+from deepspeed_ext.config.section import save_settings
 from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.overrides import replace_attributes
@@ -76,6 +77,7 @@ def load_checkpoint(
         CheckpointFolder(load_dir, tag).actual_tag, f"{load_dir} has no checkpoint {tag}", CheckpointError
     )
     require_same(f"the path of checkpoint {tag}", actual_tag, CheckpointError)
+    _compare_with_record(engine, Path(load_dir, actual_tag))
     strict = None if custom_load_fn is not None else load_module_strict
     if not engine.load_universal_checkpoint():
         return _load_checked(load, engine, Check(engine, load_dir, actual_tag, states), strict, options)
@@ -89,6 +91,16 @@ def load_checkpoint(
         actual_tag, lease = _convert(engine, load_dir, actual_tag, reason)
     with lease or nullcontext():  # otherwise another job could remove the converted checkpoint during the load
         return _load_checked(load, engine, UniversalCheck(engine, load_dir, actual_tag, states), strict, options)
+
+
+def _compare_with_record(engine: Engine, folder: Path) -> None:
+    """Compare the files' sizes, and with ``checkpoint.verify`` their digests, with the save's record. Collective."""
+    # Ranks share the files of a shared file system; otherwise the folder has only those of this node.
+    part = slice(None) if engine.use_node_local_storage() else slice(dist.get_rank(), None, dist.get_world_size())
+    verify = save_settings(engine._config).verify
+    run_on_all_or_raise(
+        lambda: digests.check(folder, part, verify), f"{folder} is not as it was saved", CheckpointError
+    )
 
 
 def _choose_tag(engine: Engine, load_dir: str, tag: str | None) -> str:

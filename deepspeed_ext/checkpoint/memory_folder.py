@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.utils import logger
 
+from deepspeed_ext.checkpoint.digests import take
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, boot_id
 from deepspeed_ext.config.section import save_settings
@@ -213,7 +214,7 @@ class MemoryFolder:
             staging: the folder from ``create_staging``.
         """
         sizes = {name: (staging / name).stat().st_size for name in part.files}
-        content = {"part": part.to_json(), "sizes": sizes}
+        content = {"part": part.to_json(), "sizes": sizes, "digests": {name: take(staging / name) for name in sizes}}
         (staging / _MANIFEST).write_text(json.dumps(content))
         staging.rename(self.path / part.folder)  # with the manifest, so no visible folder is without one
         self._remove_staging()
@@ -270,6 +271,11 @@ class MemoryFolder:
                 f"them."
             )
         return []
+
+    def saved_digest(self, folder: str, name: str) -> str | None:
+        """Return the digest of a file in a part's folder; None if an earlier version has saved it."""
+        digest: str | None = json.loads((self.path / folder / _MANIFEST).read_text()).get("digests", {}).get(name)
+        return digest
 
     def _manifests(self) -> Iterator[Part]:
         for path in sorted(self.path.glob(f"[0-9]*/{_MANIFEST}")):

@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from deepspeed_ext.checkpoint import digests
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.experts import model_hash
 from deepspeed_ext.checkpoint.export import finish_last_export
@@ -160,14 +161,18 @@ def _write(
             # Each file is copied by one of the ranks that can read it; files take turns among these ranks.
             readers = [rank for rank, other in enumerate(locations) if other == locations[location.first]]
             if readers[number % len(readers)] == dist.get_rank():
-                _copy(folder.path / location.folder / name, Path(target.staging_path(str(target.path / name))))
+                staged = Path(target.staging_path(str(target.path / name)))
+                _copy(folder.path / location.folder / name, staged, folder.saved_digest(location.folder, name))
                 written += 1
     except Exception as failure:  # raised by the commit, because the other ranks wait there
         error = CheckpointError(f"the save in memory of {save.tag} could not be written to {load_dir}: {failure}")
     commit.run(written, error, WORLD)
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path, digest: str | None) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
-    sync(target)
+    with digests.recording(str(target), dist.get_rank()):
+        shutil.copyfile(source, target)
+        sync(target)
+    if digest not in (None, digests.written_digest(target)):
+        raise CheckpointError(f"{source} has changed since the save: its digest differs")

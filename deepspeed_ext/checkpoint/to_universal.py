@@ -51,6 +51,7 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
+from deepspeed_ext.checkpoint import digests
 from deepspeed_ext.checkpoint.conversion import is_universal
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
@@ -104,6 +105,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     owned.create()
     try:
         _convert_into_folder(argparse.Namespace(**{**vars(arguments), "output_folder": str(owned.staging)}))
+        digests.record_all(owned.staging)
         owned.publish()
     finally:
         owned.remove()

@@ -91,11 +91,14 @@ def load_listed(load: Callable[..., Any], file: Any, *args: Any, **options: Any)
         added = [entry for entry in _listed() if entry not in torch.serialization.get_safe_globals()]
         try:
             with torch.serialization.safe_globals(added):
-                return load(file, *args, **{**options, "weights_only": True})
+                # Not ``torch.load``, which scripts replace by one that sets ``weights_only=False``.
+                return torch.serialization.load(file, *args, **{**options, "weights_only": True})
         except pickle.UnpicklingError as error:
             refused = _REFUSED.search(str(error))
             if refused is None:  # it is damaged
-                raise pickle.UnpicklingError(str(error).rpartition(_TORCH_ADVICE)[2].partition("\n")[0]) from None
+                raise pickle.UnpicklingError(
+                    str(error).rpartition(_TORCH_ADVICE)[2].strip().partition("\n")[0]
+                ) from None
             path = os.fspath(file) if isinstance(file, str | os.PathLike) else getattr(file, "name", file)
             raise CheckpointError(
                 f"{path} has {refused[1]}, which is not among the classes of checkpoints: unpickling it could run any "

@@ -319,3 +319,5 @@ class SaveSettings(Settings):
     """Number of other groups that have a copy of each in-memory file that only one group has."""
     trusted: _Flag = False
     """Loads accept [any class](../checkpoint/README.md#trust) in files, whose code they run."""
+    verify: _Flag = False
+    """Loads compare not only sizes, but also [digests](../checkpoint/README.md#digests) of files."""

@@ -174,7 +174,7 @@ REPLACED_DURING_CALLS: tuple[Patch, ...] = (
         "(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False)",
     ),
     Patch(
-        "torch:load",
+        "torch.serialization:load",
         "load only listed classes from checkpoints",
         "(f, map_location=None, pickle_module=None, *, weights_only=None, mmap=None, **pickle_load_args)",
     ),

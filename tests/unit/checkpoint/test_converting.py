@@ -102,6 +102,7 @@ def test_a_failed_conversion_raises_and_leaves_no_files(ranks: Any, tmp_path: Pa
         (directory / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     ranks(4).run(save_case, str(tmp_path), "IIG")
     next(tmp_path.glob("global_step3/*_optim_states.pt")).write_bytes(b"no checkpoint")
+    (tmp_path / "global_step3" / "digests.json").unlink()
     for message, changed, names in ranks(2).run(failing_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: ") and not changed
         assert "cannot be loaded without conversion" in message and " failed: " in message, message

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fault in a save or a load loses nothing that was there, and every rank reports it."""
 
-import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -33,34 +32,25 @@ from tests.harness.logs import logged
 from tests.harness.snapshots import SHARD, error_of
 from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, placed
+from tests.harness.verification import Payload, flip
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads; ``SHARD`` is another.
 MODULE = {"NIG": "mp_rank_00_model_states.pt", "III": "zero_pp_rank_1_mp_rank_00_model_states.pt"}
 MODULE["IIG"] = MODULE["III"]
-FAULTS = (
-    "missing",
-    "truncated",
-    "empty",
-    "of another save",
-    "of no checkpoint",
-    "of something else",
-    "with a payload",
-)
-
-
-class Payload:
-    """Creates a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (f"{self.path}.ran",)
+FAULTS = ("missing", "truncated", "empty", "of another save", "of no checkpoint", "of something else", "flipped")
+FAULTS += ("with a payload",)
+REASONS = {"missing": "is missing", "of another save": "to another save", FAULTS[-1]: "posix.mkdir, which is not"}
+# Found by the size alone, and by the digest. The other faults are those of a save without a record.
+RECORDED = {"truncated": " bytes, expected ", "flipped": "has changed: its digest differs"}
 
 
 def spoil(path: Path, fault: str) -> None:
+    if fault not in RECORDED:
+        path.with_name(folders.RECORD).unlink(missing_ok=True)
     if fault == "missing":
         path.unlink()
+    elif fault == "flipped":
+        flip(path)
     elif fault == "truncated":
         path.write_bytes(path.read_bytes()[:-100])
     elif fault == "empty":
@@ -100,18 +90,14 @@ def test_a_damaged_file_is_named_before_any_change(ranks: Any, tmp_path: Path, n
         assert messages == answers[0][0] and (changed, again) == ({}, {})
         for (file, fault, _), message in zip(files_of(name, universal), messages, strict=True):
             assert message.startswith("CheckpointError: rank ") and file in message, (fault, message)
-            reason = {
-                "missing": "is missing",
-                "of another save": "to another save",
-                FAULTS[-1]: "posix.mkdir, which is not",
-            }
-            assert reason.get(fault, "cannot be read") in message, (fault, message)
+            reasons = REASONS if universal else {**REASONS, **RECORDED}
+            assert reasons.get(fault, "cannot be read") in message, (fault, message)
     assert not [*tmp_path.rglob("*.ran")]  # no payload has run
 
 
 def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], dict[str, float], dict[str, float]]:
     """Return the error of each load, the changes that loads made, and differences after a load of intact files."""
-    config = {"checkpoint": {"load_universal": universal}}
+    config = {"checkpoint": {"load_universal": universal, "verify": True}}
     job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered, config=config)
     engine, model = training.make_trained(job, name)
     engine.save_checkpoint(folder, tag="before")
@@ -126,7 +112,7 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
     tag, messages = "good_universal" if universal else "good", []
     for file, fault, parts in files_of(name, universal):
         path = Path(folder, tag, file)
-        good = path.read_bytes()
+        good = {path: path.read_bytes() for path in (path, path.with_name(folders.RECORD)) if path.exists()}
         dist.barrier()
         if dist.get_rank() == 0:
             spoil(path, fault)
@@ -134,7 +120,8 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
         messages.append(error_of(engine.load_checkpoint, folder, tag=tag, **parts))
         dist.barrier()
         if dist.get_rank() == 0:
-            path.write_bytes(good)
+            for path, content in good.items():
+                path.write_bytes(content)
         dist.barrier()
     changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
     engine.load_checkpoint(folder, tag=tag)
@@ -250,6 +237,7 @@ def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, flo
         content.pop(PARAM_SHAPES, None)
         content.get(OPTIMIZER_STATE_DICT, {}).pop(PARAM_SLICE_MAPPINGS, None)
         torch.save(content, path)
+        path.with_name(folders.RECORD).unlink(missing_ok=True)
 
     def load_renamed(src: dict[str, Any], dst: Any) -> None:
         for name, param in dst.named_parameters():

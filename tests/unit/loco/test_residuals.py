@@ -212,7 +212,7 @@ def disks_case(folder: str) -> bool:
     return len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-DAMAGES = {"missing": "has 1 files", "truncated": "cannot be read", "other save": "another save"}
+DAMAGES = {"missing": "has 1 files", "truncated": "100 bytes, expected", "other save": "another save"}
 
 
 def test_15_damaged_residuals_are_refused_before_loading(ranks: Any, tmp_path: Any) -> None:
