@@ -4,7 +4,8 @@
 
 Without a command it shows versions and groups. ``leaf-modules`` shows the leaf modules that ZeRO-3 would use, ``plan``
 the predicted cost of each strategy, ``report`` the parts of a step's time, and ``doctor`` the problems of nodes.
-``compare`` runs a script under several configurations, and ``convert`` makes a universal checkpoint.
+``compare`` runs a script under several configurations, ``convert`` makes a universal checkpoint,
+and ``verify`` checks the files of one.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from deepspeed_ext.comm.process_groups import (
 )
 from deepspeed_ext.config.keys import LEAF_BYTES, THRESHOLD
 from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.tools import verify
 from deepspeed_ext.tools.compare import cli as compare_cli
 from deepspeed_ext.tools.doctor import cli as doctor_cli
 from deepspeed_ext.tools.plan import cli as plan_cli
@@ -84,6 +86,8 @@ def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
     """Run a command (for ``report``, the part before its script), and return the exit status."""
     if arguments.command == compare_cli.NAME:
         return compare_cli.run_command(arguments, script)
+    if arguments.command == "verify":
+        return verify.run(arguments)
     if arguments.command == "plan":
         plan_cli.run(arguments)
     elif arguments.command == report_cli.NAME:
@@ -124,6 +128,7 @@ def main(print_patches: Callable[[], None] = lambda: None, patch_problems: Calla
     for name, add, text in (
         ("leaf-modules", add_leaf_arguments, "show the leaf modules that ZeRO-3 would fetch as one"),
         ("convert", add_convert_arguments, "convert a checkpoint to a universal checkpoint"),
+        ("verify", verify.add_arguments, "check the files of a checkpoint"),
         ("plan", plan_cli.add_arguments, "predict the cost of each strategy, and choose one"),
         (report_cli.NAME, report_cli.add_arguments, "run a script, and report where the time of its steps goes"),
         ("doctor", doctor_cli.add_arguments, "check the nodes of a launch"),

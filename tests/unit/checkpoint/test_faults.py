@@ -32,13 +32,15 @@ from tests.harness.logs import logged
 from tests.harness.snapshots import SHARD, error_of
 from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, placed
-from tests.harness.verification import Payload, flip
+from tests.harness.verification import Payload, check_verification, flip
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads; ``SHARD`` is another.
 MODULE = {"NIG": "mp_rank_00_model_states.pt", "III": "zero_pp_rank_1_mp_rank_00_model_states.pt"}
 MODULE["IIG"] = MODULE["III"]
-FAULTS = ("missing", "truncated", "empty", "of another save", "of no checkpoint", "of something else", "flipped")
-FAULTS += ("with a payload",)
+FAULTS = (
+    *("missing", "truncated", "empty", "of another save"),
+    *("of no checkpoint", "of something else", "flipped", "with a payload"),
+)
 REASONS = {"missing": "is missing", "of another save": "to another save", FAULTS[-1]: "posix.mkdir, which is not"}
 # Found by the size alone, and by the digest. The other faults are those of a save without a record.
 RECORDED = {"truncated": " bytes, expected ", "flipped": "has changed: its digest differs"}
@@ -93,6 +95,8 @@ def test_a_damaged_file_is_named_before_any_change(ranks: Any, tmp_path: Path, n
             reasons = REASONS if universal else {**REASONS, **RECORDED}
             assert reasons.get(fault, "cannot be read") in message, (fault, message)
     assert not [*tmp_path.rglob("*.ran")]  # no payload has run
+    if not universal:
+        check_verification(tmp_path / "good")
 
 
 def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], dict[str, float], dict[str, float]]:
