@@ -22,7 +22,7 @@ from deepspeed_ext.config.settings import SaveSettings
 from deepspeed_ext.strategy import hyphenate
 from scripts import ROOT
 from tests.perf import sum_errors
-from tests.perf.lib import collectives, how_to, network, paper, predictions, settings, studies, tabulated
+from tests.perf.lib import collectives, how_to, network, paper, predictions, settings, speeds, studies, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
@@ -169,6 +169,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "mixture": lambda: tabulated.measured(read("mixture_cluster.csv")),
     "gpt2": lambda: tabulated.measured([r for r in read("gpt2_cluster.csv") if r.setting == "2x2-gpt2"], "ZeRO-1"),
     "saves": lambda: tabulated.saves(read("saves.csv")),
+    "speeds": speeds.table,
     "outer": lambda: studies.stored("outer"),
     "updates": lambda: studies.stored("updates", "AdamW"),
     "updates-muon": lambda: studies.stored("updates", "Muon"),

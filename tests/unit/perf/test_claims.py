@@ -56,7 +56,7 @@ def test_each_claim_has_rows_of_its_date() -> None:
     lines = [line for line in page(PAGE).section("## Claims").text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     rows, program = [row for row in cells if row[0] != "claim"], ""
-    assert len(rows) == 25
+    assert len(rows) == 26
     for claim, date, command, _ in rows:
         program = program if command == "the same" else results_of(command)
         assert set(date.split(", ")) <= dates(program), claim
@@ -129,7 +129,10 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
     assert exact <= 1.07 and loco <= 1.10 and len(choices) == 15
     slowest, slow_link = (rows("network.csv", "2x2-curve-4", rate) for rate in (5, 100))
     hsdp, kept = "HSDP (reduces in bf16)", "HSDP kept (reduces in bf16)"
+    uneven = rows("speeds.csv", mbit=1000)
+    shares = [1 / times(uneven, "NIG, 8 and 4", peer) for peer in ("NIG", "ZeRO-1", "HSDP")]
     sentences = (
+        "takes {:.2f} of its seconds with 6 and 6, {:.2f} of ZeRO-1's, {:.2f} of HSDP's".format(*shares),
         f"{predicted} of PaRO's {len(paper.CLAIMS)} ratios are predicted within 15 %, {emulated} emulated",
         f"4,096 costs {apart_by['block 4096']:.1f} %, no feedback {apart_by['no errors']:.2f} %",
         "two hops take {:.2f} of a flat ring's seconds on 2x8 ranks, {:.2f} on 8x2".format(*hops),
