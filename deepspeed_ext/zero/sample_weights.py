@@ -191,7 +191,7 @@ def _refuse_other_numbers(config: Config, numbers: Sequence[int], group: int, to
     if given[1] not in (None, "auto", expected):
         raise ValueError(
             f"{SECTION}.{MICRO_BATCHES} {list(numbers)} gives {given[0]} {expected} to ranks of group {group}, got "
-            f"{given[1]!r}. Remove {given[0]}."
+            f"{given[1]!r}. Remove {given[0]}, or set it to that number."
         )
 
 

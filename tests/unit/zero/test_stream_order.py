@@ -178,6 +178,8 @@ UNFOUND = {
     "zero/flat/updates.py:FlatUpdates.wait_and_free:drain": _ARRIVED,
     "zero/flat/updates.py:FlatUpdates.drain:drain": _ARRIVED,
     "zero/stage12.py:Stage12Optimizer.update_lp_params:drain": _BY_READING,
+    "zero/pace.py:_Measurement._end_micro_step:synchronize": "for a clock on the host",
+    "zero/pace.py:_Measurement._end_step:synchronize": "for a clock on the host",
     "zero/resync.py:_Vote.__init__:record": "the host reads the result in host memory",
     "zero/resync.py:_Vote.result:synchronize": "the host reads the result in host memory",
     "zero/sharded/reduction.py:GradientReduction.keep_full:wait_for_current": "for a model on several streams",
