@@ -195,14 +195,9 @@ def _run_converter(folder: Path, owned: OwnedFolder) -> IO[str]:
     """
     signature = _signature(folder)
     packages = str(Path(__file__).parents[2])
-    arguments = [
-        "convert",
-        *(["--trusted"] if is_trusted() else []),
-        "--input_folder",
-        str(folder),
-        "--output_folder",
-        str(owned.staging),
-    ]
+    arguments = ["convert", "--input_folder", str(folder), "--output_folder", str(owned.staging)]
+    if is_trusted():
+        arguments.append("--trusted")
     done = subprocess.run(
         [sys.executable, "-c", _RUN, packages, *arguments],
         stdout=subprocess.PIPE,

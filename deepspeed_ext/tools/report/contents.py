@@ -136,8 +136,8 @@ def _rows_of_groups(engine: Engine, steps: Sequence[Step]) -> list[dict[str, Any
     rows = [json.loads(text) for text in all_gather_texts(json.dumps(own))]
     if None in rows:
         return []
-    # Of the ranks of each group the last, which is the slowest: they are sorted by pace.
-    slowest = {of: (number, pace) for of, number, pace in sorted(rows)}
+    # Rows of a group are sorted by pace, so its slowest rank replaces the others.
+    slowest = {group: (number, pace) for group, number, pace in sorted(rows)}
     numbers, paces = zip(*slowest.values(), strict=True)
     end = max(number * pace for number, pace in slowest.values())
     return [
