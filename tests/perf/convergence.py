@@ -10,12 +10,12 @@
     python -m tests.perf.convergence long       # 3,000 steps of a GPT of 10.9 million parameters
     python -m tests.perf.convergence tuning --start FILE    # from weights that ``long --weights FOLDER`` has written
 
-Each optimizer, seed, and method of a study (``lib/studies.py``) starts from the same weights and uses the same
-batches. The final loss is the mean over the last tenth of the steps or, with outer steps, that of outer weights on
-held-out text. A control sends the same data as its reference, but starts from slightly perturbed weights. This program
-adds methods to the package: *direct* sends quantized parameters, not their differences to the receivers' values;
-*coarse* sends sums in blocks as large as those of differences, and does not average their errors; *errors in fp32* and
-*in 4 bits* store LoCo's errors so.
+All methods and optimizers of a study (``lib/studies.py``) start from the same weights with the same seed, and use the
+same batches. Seeds change the weights; if those come from a file, they change the batches. The final loss is the mean
+over the last tenth of the steps or, with outer steps, that of outer weights on held-out text. A control sends the same
+data as its reference, but starts from slightly perturbed weights. This program adds methods to the package: *direct*
+sends quantized parameters, not their differences to the receivers' values; *coarse* sends sums in blocks as large as
+those of differences, and does not average their errors; *errors in fp32* and *in 4 bits* store LoCo's errors so.
 
 A run writes a file with the loss of every step to ``--runs``, and is not repeated, so the program can be interrupted
 and started again.
@@ -225,7 +225,7 @@ class Trainer:
         return run
 
     def _steps(self, engine: Any, run: Run, until: int) -> None:
-        batches = Batches(self._text, engine, self._model["sequence_length"], run.seed)
+        batches = Batches(self._text, engine, self._model["sequence_length"], run.seed if self._study.tuned else 0)
         held_out = list(self._batches_of_held_out(engine)) if self._study.held_out else []
         every = max(1, run.steps // self._study.held_out) if held_out else 0
         meter, losses = TrafficMeter(), []

@@ -5,6 +5,7 @@
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -81,6 +82,19 @@ def held_out_case() -> tuple[int, int]:
 
 def test_no_run_trains_on_held_out_text(ranks: Any) -> None:
     assert ranks(1).run(held_out_case) == [(400_000, 40_000)]
+
+
+def batches_case() -> list[float]:
+    """Return what tells first batches of four seeds apart."""
+    from scripts.examples.gpt import Batches
+
+    engine: Any = SimpleNamespace(data_parallel_group=None, device="cpu", train_micro_batch_size_per_gpu=lambda: 4)
+    return [float(Batches(torch.arange(1000), engine, 8, seed).draw(0)[0].sum()) for seed in (0, 1, 2, 0)]
+
+
+def test_batches_depend_on_the_seed(ranks: Any) -> None:
+    ((first, *others, again),) = ranks(1).run(batches_case)
+    assert first == again and first not in others and len(set(others)) == 2
 
 
 def stored_errors_case(method: str) -> tuple[str, int]:
