@@ -116,7 +116,6 @@ def digests(arguments: argparse.Namespace, pool: Any) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None, pool: Any = None) -> None:
-    """Run the command with these words, or those of the process, on a pool of ranks, or a new one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("--write", type=Path, help="the file to write digests to")

@@ -38,7 +38,6 @@ class Excluded(NamedTuple):
         return len(self.together) > 1
 
     def found(self, row: Mapping[str, str]) -> bool:
-        """Whether a row has them, or some values of a row."""
         return all(row.get(name) in values for name, values in self.together.items())
 
 
@@ -49,7 +48,6 @@ class Table(NamedTuple):
     excluded: tuple[Excluded, ...]
 
     def row(self, values: Mapping[str, str]) -> Row:
-        """Return a row with these values, and defaults."""
         return {option.name: values.get(option.name, option.default) for option in self.options}
 
     def everything(self) -> Row:
@@ -60,7 +58,6 @@ class Table(NamedTuple):
         return row
 
     def possible(self, row: Mapping[str, str]) -> bool:
-        """Whether nothing in a row is excluded, with whichever strategy."""
         return not any(item.found(row) for item in self.excluded if item.of_several)
 
     def rows(self, strength: int = 2, salt: str = "") -> list[Row]:

@@ -27,17 +27,14 @@ def job_of(kind: str, ep: int, **details: Any) -> Job:
 
 
 def routed_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
-    """Train DeepSpeed's layers, and compare with one of its stages."""
     return training.compare(job_of("MoE", ep, **job), group, **kwargs)
 
 
 def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
-    """Train AutoEP's experts, and compare with a stage of DeepSpeed."""
     return training.compare(job_of("AutoEP", ep, **job), group, **kwargs)
 
 
 def folded_case(ep: int, group: int, accumulation: int, names: tuple[str, ...]) -> list[Difference]:
-    """Train a mixture whose attention is divided over two ranks."""
     zero = {"overlap_comm": True} if accumulation > 1 else {}
     job = job_of("folded", ep, accumulation=accumulation, clipping=0.1, zero=zero)
     return training.compare(job, group, names, stage=3)

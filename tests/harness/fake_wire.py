@@ -124,7 +124,6 @@ class Wire:
             torch.cuda.synchronize()
 
     def finish(self, late: Late) -> None:
-        """Wait, as ``Late.wait`` does."""
         if not self.cpu:
             torch.cuda.current_stream().wait_event(late.ended)
         elif not late.arrived:

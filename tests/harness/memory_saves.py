@@ -20,7 +20,6 @@ from tests.harness import experts, snapshots, training
 
 
 def memory_of(base: str, **more: Any) -> dict[str, Any]:
-    """Section of a rank's node."""
     node = Path(base, f"node{dist.get_rank() // 2}")
     node.mkdir(exist_ok=True)
     return {"checkpoint": {"async_save": True, "memory_folder": str(node), **more}}

@@ -193,7 +193,6 @@ class LateLayer(Layer):
         self.aside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Any:
-        """Return the layer's output, and values that depend on parameters alone."""
         return super().forward(x), self.aside(torch.ones(1, WIDTH, dtype=x.dtype, device=x.device))
 
 
@@ -292,7 +291,6 @@ class PackedExperts(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """A loop over the experts that have tokens."""
         out = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             tokens, k = torch.where(top_k_index == expert)

@@ -25,7 +25,6 @@ class Block(nn.Module):
         self.first, self.second = first, nn.Linear(first.out_features, first.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply both layers."""
         x = self.first(x)
         return x + torch.tanh(self.second(x))
 

@@ -202,7 +202,6 @@ def stock_stage(row: Row) -> int:
 
 
 def row_name(kind: str, row: Row) -> str:
-    """Return the values of a row that are not defaults."""
     options = TABLES[kind].options
     return "-".join(row[option.name] for option in options if row[option.name] != option.default) or "defaults"
 

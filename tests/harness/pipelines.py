@@ -124,7 +124,6 @@ class Head(Seeded):
 
 
 def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
-    """Mean over tokens."""
     return functional.cross_entropy(scores.float().flatten(0, 1), targets.flatten())
 
 
@@ -163,7 +162,6 @@ class Whole(nn.Module):
         return Embedding.head(self.layers[0], x) if self.tied else x
 
     def named(self) -> dict[str, Tensor]:
-        """Weights by the names that they have in a pipeline."""
         first = "tied_modules.embedding" if self.tied else "0"
         named = {}
         for name, param in self.layers.named_parameters():
@@ -227,7 +225,6 @@ def make_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Any
 
 
 def start(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> tuple[Any, Iterator[tuple[Tensor, Tensor]]]:
-    """Return an engine, and this rank's micro-batches."""
     engine = make_pipeline(pipe, zero, topology)
     return engine, batches(engine.grid.get_data_parallel_rank())
 
@@ -264,7 +261,6 @@ class Trained(NamedTuple):
 
 
 def train_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Trained:
-    """Train, and destroy the engine."""
     engine, data = start(pipe, zero, topology)
     losses, norms, applied = [], [], []
     for _ in range(pipe.steps):
@@ -296,7 +292,6 @@ def everybodys_weights(module: PipelineModule) -> tuple[dict[str, Tensor], bool]
 
 
 def _owner(param: nn.Parameter) -> str:
-    """Which experts a parameter is of, where ranks have different ones."""
     return f" of part {groups._get_expert_parallel_rank(param.group_name)}" if is_moe_param(param) else ""
 
 

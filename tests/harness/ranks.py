@@ -87,7 +87,6 @@ class _Rank:
         return answer
 
     def death(self) -> _Died:
-        """Return how the process ended."""
         self.process.join(timeout=1.0)
         code = self.process.exitcode
         if code is not None and code < 0:
@@ -95,7 +94,6 @@ class _Rank:
         return _Died(f"exit code {code}")
 
     def tail(self) -> str:
-        """Return the last lines that the rank wrote in this case."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
     def dump_stacks(self) -> None:
@@ -266,7 +264,6 @@ class RankPool:
 
 
 def _tails(ranks: list[_Rank], numbers: Iterable[int] | None = None) -> list[str]:
-    """Return what the ranks with these numbers, or all ranks, have written last."""
     tails = {rank: ranks[rank].tail() for rank in (range(len(ranks)) if numbers is None else numbers)}
     return [f"--- rank {rank}: last lines of its output ---\n{tail}" for rank, tail in tails.items() if tail]
 

@@ -53,13 +53,11 @@ class Recorder:
         self._name = os.environ[CONTEXT] = name
 
     def stop(self) -> None:
-        """End the recording, and that of processes that are started later."""
         self._coverage.stop()
         del os.environ[_STARTS]
 
 
 def of_this_process() -> Recorder | None:
-    """Return a new recorder if this session's tests are recorded."""
     return Recorder(Path(os.environ[FOLDER])) if FOLDER in os.environ else None
 
 

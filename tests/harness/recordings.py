@@ -94,7 +94,6 @@ def _witnesses(line: int, functions: list[tuple[int, int, int]], run: list[int])
 
 
 def load(folder: Path = FOLDER) -> Recording | None:
-    """Return the recorded lines, if there is a recording of this clone."""
     import coverage
 
     if not (folder / "index.json").exists():

@@ -22,7 +22,6 @@ Span = list[Any]
 
 
 def _lanes(strategy: str, speed: float) -> list[dict[str, Any]]:
-    """Return the spans of a rank: blocks nest in phases, waits in blocks, and transfers of a lane overlap."""
     lanes: dict[str, list[Span]] = {"training": [], "within": [], "between": [], "copies": []}
     training, within, between, copies = lanes.values()
     now = 0.0
@@ -67,7 +66,6 @@ def planner_input(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -
 
 
 def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> dict[str, Any]:
-    """Return a report of a training with NIG or IIG."""
     groups, parameters = ranks // group_size, 8_400_000
     called = f"{hyphenate(strategy)} ({LETTERS[strategy]})"
     parts = {"compute": (0.25, 0.98), "within": (0.08, 0.6), "between": (0.12, 0.85), "update": (0.03, 1.0)}

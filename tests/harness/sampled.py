@@ -18,7 +18,6 @@ SAMPLES, EPOCHS = 29, 2
 
 
 def make_model() -> Network:
-    """The model of ``training.make_engine``."""
     torch.manual_seed(7)
     return Network(JOB.sizes)
 

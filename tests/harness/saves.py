@@ -267,6 +267,5 @@ def job_of_row(dtype: str, zero: dict[str, Any], optimizer: str = "Adam") -> tra
 
 
 def pipeline_case(folder: str, name: str, pipe: pipelines.Pipe, group_size: int = 2) -> Twins:
-    """Of a strategy in a pipeline."""
     keys = training.placed(name, group_size)
     return twins(folder, lambda into: PipelineRun(pipelines.make_pipeline(pipe, keys), pipe, into))

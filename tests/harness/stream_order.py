@@ -116,7 +116,6 @@ class Order:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Check the operations in this context; earlier operations have ended."""
         self.synchronize()
         self._memories.clear()
         self._freed.clear()
@@ -177,7 +176,6 @@ class Order:
     def operate(
         self, name: str, reads: list[Tensor], writes: list[Tensor], made: list[Tensor], non_blocking: bool
     ) -> None:
-        """Record an operation of torch, with arguments as of ``run``, on the current stream."""
         self.run(self.current, name, reads, writes, made)
         if name in ASKS_DEVICE:
             self.synchronize(name, self.current.clock)

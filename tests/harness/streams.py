@@ -70,7 +70,6 @@ class Memory:
 
 
 def byte_spans(tensor: Tensor) -> tuple[Span, ...]:
-    """The bytes of a tensor in its storage."""
     if not tensor.numel():
         return ()
     size, width = tensor.element_size(), 1
@@ -108,7 +107,6 @@ def merge(clock: Clock, other: Clock) -> None:
 
 @functools.cache
 def _named(path: str) -> str:
-    """Return a file's path in its package if places in it are named."""
     package = next((item for item in ("/deepspeed_ext/", "/deepspeed/", "/tests/") if item in path), "")
     return path.rpartition(package)[2] if package and not path.endswith(_SIMULATION) else ""
 
@@ -156,7 +154,6 @@ class Stream:
             self.see(event.clock)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """Return an event after everything that is on this stream now."""
         event = event or Event(self.order)
         event.record(self)
         return event

@@ -33,7 +33,6 @@ def _by_strategies(value: Any) -> str | None:
 
 
 def folder_of(test: str) -> str:
-    """Return the folder below ``unit/`` that the file of a test is in."""
     first, slash, _ = test.partition("::")[0].removeprefix("tests/unit/").partition("/")
     return first + slash if slash else "test_*.py"
 

@@ -188,7 +188,6 @@ class ModelParallelUnit:
 
 
 def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
-    """Return engine and model of a job, from a fixed seed."""
     if job.dtype == "fp16" or job.zero_init == "plain":
         # DeepSpeed's CPU accelerator denies fp16 only out of caution; without it, zero.Init makes bf16 of any dtype.
         get_accelerator().is_fp16_supported = lambda: True
@@ -219,7 +218,6 @@ def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def micro_step(engine: Any, job: Job, number: int, x: Tensor, y: Tensor) -> float:
-    """Run forward and backward; return the loss."""
     skipped = [layer for at, layer, *ranks in job.skipped if at == number and (not ranks or dist.get_rank() in ranks)]
     if len(skipped) == len(job.sizes) - 1:
         x.requires_grad_()  # otherwise there would be no graph
@@ -243,7 +241,6 @@ def step(engine: Any, job: Job, number: int = 0, data: Iterator[tuple[Tensor, Te
 
 
 def begin(job: Job, zero: dict[str, Any]) -> tuple[Any, Network, Iterator[tuple[Tensor, Tensor]]]:
-    """Return an engine, its model, and this rank's batches."""
     return *make_engine(job, zero), batches(job)
 
 
@@ -366,7 +363,6 @@ def against(job: Job, variants: list[dict[str, Any]], oracle: dict[str, Any]) ->
 
 
 def beside(oracle: Record, name: str, job: Job, zero: dict[str, Any]) -> Difference:
-    """Train, and compare with stock's results."""
     results: list[str] = []
     ours = train(job, zero, look=lambda engine: results.append(type(engine.optimizer).__name__))
     return difference(name, ours, oracle, results[0])

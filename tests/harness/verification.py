@@ -25,7 +25,6 @@ class Payload:
 
 
 def flip(path: Path) -> None:
-    """Flip a bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

@@ -164,7 +164,6 @@ def configuration(study: Study, run: Run) -> dict[str, Any]:
 
 
 def read_text(study: Study) -> tuple[Tensor, Tensor]:
-    """Return the training text and the held-out text."""
     if study.large:  # the Python sources of the DeepSpeed that is installed, but for one that its installation writes
         root = Path(deepspeed.__file__).parent
         names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
@@ -248,7 +247,6 @@ class Trainer:
         run.losses = [average(loss) for loss in losses]
 
     def _batches_of_held_out(self, engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's part of the held-out text."""
         length = self._model["sequence_length"]
         if self._study.large:
             yield from map(Batches(self._held_out, engine, length, seed=0).draw, range(BATCHES))
@@ -273,7 +271,6 @@ def _evaluate(engine: Any, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def work(args: argparse.Namespace, study: Study) -> None:
-    """Train the runs that have no file, as one rank."""
     first = start_rank()
     torch._dynamo.config.disable = True  # Muon's compiled kernels take minutes to compile for ranks without a GPU
     trainer = Trainer(study, args.start, args.weights)
@@ -292,7 +289,6 @@ def work(args: argparse.Namespace, study: Study) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the options, and set ``--runs`` to the study's folder."""
     parser = argparse.ArgumentParser(description="Train in several ways, and compare where that ends.")
     parser.add_argument("study", choices=STUDIES)
     add_options(parser, "convergence.log", 48 * 3600)

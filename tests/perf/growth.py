@@ -47,7 +47,6 @@ STEPS = 3
 
 
 def shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of a narrow Llama."""
     width, hidden, vocabulary = WIDTH // NARROWER, HIDDEN // NARROWER, VOCABULARY // NARROWER
     layer = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden), (width,), (width,)]
     return [(vocabulary, width), *(layer * LAYERS), (width,), (vocabulary, width)]
@@ -94,7 +93,6 @@ def section_of(method: str, group_size: int) -> dict[str, Any]:
 
 
 def make_engine(zero: dict[str, Any], model: nn.Module, **more: Any) -> Any:
-    """Return an engine with this ``zero_optimization``, and more of the configuration; it makes all its groups."""
     process_groups._cached_groups.clear()
     process_groups._self_groups.clear()
     deepspeed.utils.groups._WORLD_GROUP = None

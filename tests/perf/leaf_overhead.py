@@ -189,7 +189,6 @@ def measure(args: argparse.Namespace) -> Found:
 
 
 def measured(reports: Sequence[dict[str, Any]]) -> list[float]:
-    """Return milliseconds of the steps of all ranks."""
     return [seconds * 1e3 for report in reports for seconds in report["seconds"][WARM_UP_STEPS:]]
 
 

@@ -124,7 +124,6 @@ def seconds_of(call: Callable[[], Any], device: str) -> float:
 
 
 def measure(case: Case, mib: int, device: str, repetitions: int) -> dict[str, Any]:
-    """Measure one row of the table: the three take turns."""
     numel = mib * MIB // case.dtype.itemsize
     calls = calls_of(case, numel, device)
     for call in calls.values():

@@ -31,7 +31,6 @@ SIGNAL = {"signal": 1.0, "noise": 0.0}  # share of the gradient that all ranks h
 
 
 def ring(parts: Tensor) -> Tensor:
-    """Return the sum of the rows, rounded after each."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -64,7 +63,6 @@ def rows_of(elements: int) -> Iterator[dict[str, Any]]:
 
 
 def table() -> records.Table:
-    """Return root mean square errors by the number of ranks, in percent of the sums'."""
     by_sum = errors()
     columns = [(kind, name) for kind in SIGNAL for name in SUMS]
     lines = [[str(ranks), *(f"{100 * by_sum[column][ranks]:.2f} %" for column in columns)] for ranks in RANKS]
@@ -72,14 +70,12 @@ def table() -> records.Table:
 
 
 def plot() -> None:
-    """Draw the errors of gradients with a signal, over the number of ranks."""
     curves = {name: {float(ranks): 100 * error for ranks, error in errors()["signal", name].items()} for name in SUMS}
     labels = "ranks", "root mean square error of bf16 sums, %"
     plots.draw(PLOT, curves, {float(ranks): str(ranks) for ranks in RANKS}, labels, table())
 
 
 def errors() -> dict[tuple[str, str], dict[int, float]]:
-    """Return errors of the rows, by kind of gradients and sum, then by the number of ranks."""
     by_sum: dict[tuple[str, str], dict[int, float]] = {}
     for row in records.read_rows(records.RESULTS / "sum_errors.csv"):
         by_sum.setdefault((row["gradients"], row["sum"]), {})[int(row["ranks"])] = float(row["rms_error"])

@@ -49,7 +49,6 @@ def pipelines_memory() -> Table:
 
 
 def leaf_overhead(packed: bool) -> Table:
-    """Return hooks, operators, and host time of a step of many small modules."""
     rows = [row for row in read_rows(RESULTS / "leaf_overhead.csv") if row.get("packed") == str(packed)]
     lines = []
     for name, row in {row["case"]: row for row in rows if row["ranks"] == "1"}.items():
@@ -60,7 +59,6 @@ def leaf_overhead(packed: bool) -> Table:
 
 
 def kernels() -> Table:
-    """Return milliseconds of kernels of differences, beside a copy of as many bytes."""
     rows = {row["case"]: row for row in read_rows(RESULTS / "loco_kernels.csv") if "compress" not in row["case"]}
     columns = {"seconds": (1e3, ".1f"), "copy_seconds": (1e3, ".1f"), "of_copy_bandwidth": (1, ".2f")}
     columns |= {"times_faster_than_pytorch": (1, ".0f")}
@@ -78,7 +76,6 @@ def long_training() -> Table:
 
 
 def lossless() -> Table:
-    """Return bits of each weight of updates without loss, by code."""
     columns = ("changed", "entropy", "nibble", "pairs", "bitmap", "gaps")
     rows = [row for row in read_rows(RESULTS / "lossless_updates.csv") if row["weights"].startswith("all")]
     lines = []

@@ -31,7 +31,6 @@ PLAIN_SETTINGS = {SUMMED: "2x2-small-4", OVERLAPPING: "", EMULATED: "2x2-1"}  # 
 
 
 def is_calibration(case: Case) -> bool:
-    """Return whether costs are fitted to this row."""
     return case.row.setting == PLAIN_SETTINGS[case.campaign] if case.plain else case.row.method in CALIBRATED
 
 
@@ -64,7 +63,6 @@ def fitted(all_cases: Sequence[Case], slow: dict[str, float]) -> dict[tuple[str,
 
 
 def table(title: str, groups: Callable[[Case], str], errors: Sequence[tuple[Case, float]]) -> str:
-    """Return the share of accurate rows by group, and in total."""
     by_group: dict[str, list[tuple[Case, float]]] = defaultdict(list)
     for case, error in errors:
         by_group[groups(case)].append((case, error))

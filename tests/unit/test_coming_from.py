@@ -60,7 +60,6 @@ def case(stock: Section, mesh: str, here: Section) -> float:
 
 
 def fully_sharded(job: Any, mesh: str) -> Any:
-    """Weights that FSDP2 has trained for the job."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -31,7 +31,6 @@ def shown_by(work: Callable[[], object]) -> tuple[str, str]:
 
 
 def bars() -> None:
-    """Show both kinds of bars."""
     assert sum(console.track_progress([1, 2, 3], "adding", "number")) == 6
     with console.progress_bar(2, "waiting", "turn") as shown:
         shown.update()

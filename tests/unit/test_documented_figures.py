@@ -27,7 +27,6 @@ NO_KEYS = {"zero_to_fp32", "zero_optimization"}
 
 
 def defaults_case() -> dict[str, Any]:
-    """Defaults of the section's fields: ours and DeepSpeed's."""
     from deepspeed_ext.config.section import ParoZeroConfig
     from deepspeed_ext.planner.fastest import STATES_SHARE
 

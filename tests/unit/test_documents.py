@@ -25,7 +25,6 @@ EXAMPLES = {  # shown on a page
 
 
 def package(name: str) -> Path:
-    """The folder of an installed package, which is not imported."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0])
@@ -46,7 +45,6 @@ def test_no_link_is_dead_and_every_page_is_linked() -> None:
 
 
 def code_of(example: str) -> str:
-    """An example without its header and docstring."""
     text = (ROOT / "scripts" / "examples" / example).read_text(encoding="utf-8")
     return "\n".join(text.splitlines()[ast.parse(text).body[0].end_lineno :]).strip()
 

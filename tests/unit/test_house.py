@@ -32,8 +32,6 @@ THEIRS = {
 
 
 class Class(NamedTuple):
-    """A class of the package."""
-
     bases: tuple[str, ...]
     node: ast.ClassDef
 
@@ -76,7 +74,6 @@ def attributes(node: ast.AST) -> Iterator[ast.Attribute]:
 
 @functools.cache
 def classes() -> dict[str, Class]:
-    """Return the classes of the package, by name."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

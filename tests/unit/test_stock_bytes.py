@@ -69,7 +69,6 @@ def test_how_many_times_fewer_bytes_move_between_groups(moved: Found) -> None:
 
 
 def cases(zeros: list[dict[str, Any]]) -> list[tuple[int, Counter[str]]]:
-    """``case`` of each section ``zero_optimization``."""
     return [case(zero) for zero in zeros]
 
 

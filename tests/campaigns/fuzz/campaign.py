@@ -37,7 +37,6 @@ class _Failed(Exception):
 
 
 def parse(text: str) -> Any:
-    """Return the case of a printed one."""
     return eval(text, {"__builtins__": {}}, _NAMES)
 
 

@@ -63,7 +63,6 @@ UNKNOWN = "unknown"
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return the variables of the processes: module paths, and a launcher's variables for a single rank."""
     provided = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
@@ -82,7 +81,6 @@ def environment(device: str) -> dict[str, str]:
 
 
 def circumstances(device: str) -> dict[str, str]:
-    """Return the environment on which a result depends."""
     import torch
 
     results = {

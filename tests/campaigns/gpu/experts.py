@@ -78,7 +78,6 @@ def _beside(
 
 
 def _compared(setup: Any, train: Callable[..., list[Difference]], given: Any, more: Any, bounds: Any) -> None:
-    """Check that strategies match DeepSpeed's stage."""
     rows = train(*given, **more)
     for row in rows:
         setup.report.check(row.strategy, within(row, bounds))

@@ -190,7 +190,6 @@ def _doctor(setup: Any) -> None:
 
 
 def _command(setup: Any) -> None:
-    """Run the doctor's command with one rank, which connects it through NCCL itself."""
     results = _said_by_command(setup, [KERNELS])
     if results is None:
         return

@@ -95,12 +95,10 @@ class Report:
         self._write()
 
     def skip(self, why: str) -> None:
-        """Note that this cannot be run here."""
         self._content["skipped"] = why
         self._write()
 
     def done(self) -> None:
-        """Note that all was run."""
         self._content["done"] = True
         self._write()
 
@@ -119,7 +117,6 @@ class Setup:
 
     @property
     def cuda(self) -> bool:
-        """Whether this is a GPU."""
         return self.device == "cuda"
 
 
@@ -234,7 +231,6 @@ def write_results(stem: Path, about: Mapping[str, Any], outcomes: Sequence[Outco
 
 
 def table(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """Return a line for each experiment; below it failed checks, and measured values."""
     lines = [f"{name}: {value}" for name, value in about.items()] + [""]
     for outcome in outcomes:
         passed = sum(outcome.checks.values())

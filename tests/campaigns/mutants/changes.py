@@ -39,7 +39,6 @@ class Mutant(NamedTuple):
 
     @property
     def room(self) -> str:
-        """The folder or the file of the package; csrc is one."""
         return room_of(self.path)
 
 
@@ -130,7 +129,6 @@ def _cpp(path: Path) -> Iterator[Mutant]:
 
 
 def changes(path: Path) -> list[Mutant]:
-    """Return the changes of a file that can be made within its functions."""
     return _Python(path).found if path.suffix == ".py" else list(_cpp(path))
 
 

@@ -58,7 +58,6 @@ class Known(NamedTuple):
 
 
 def counts(outcomes: Iterable[Outcome]) -> str:
-    """Return how many outcomes there are of each kind, in words."""
     counted = Counter(outcome.kind for outcome in outcomes)
     return ", ".join(f"{number} {kind}" for kind, number in sorted(counted.items())) or "none"
 

@@ -84,7 +84,6 @@ class Emulator:
 
     @functools.cached_property
     def kernels(self) -> dict[str, Callable[..., None]]:
-        """The operators by name, with the arguments of the package's."""
         return {name: getattr(getattr(torch.ops, NAMESPACE), name).default for name in OPERATORS}
 
     def set(self, variant: Variant = Variant()) -> None:  # noqa: B008  a tuple
@@ -94,7 +93,6 @@ class Emulator:
 
     @contextmanager
     def only(self, blocks: Sequence[int]) -> Iterator[None]:
-        """Run these blocks of each grid, by their numbers: of launches that are too large for all."""
         self._library.cuda_on_cpu_only((ctypes.c_int64 * len(blocks))(*blocks), len(blocks))
         try:
             yield
@@ -115,12 +113,10 @@ class Emulator:
         self._library.cuda_on_cpu_allow(begin, nbytes, int(use))
 
     def forget(self) -> None:
-        """Release all memory that was allowed, and its records."""
         self._library.cuda_on_cpu_forget()
 
     @contextmanager
     def counted_traffic(self) -> Iterator[None]:
-        """Count the bytes and sectors that kernels of the checked build move; they are in ``counts`` afterwards."""
         self._library.cuda_on_cpu_count_traffic(1)
         try:
             yield

@@ -23,7 +23,6 @@ class OnDevice(Emulator):
 
     @functools.cached_property
     def kernels(self) -> dict[str, Callable[..., None]]:
-        """The operators by name, with the arguments of the package's."""
         return {name: functools.partial(self._run, name) for name in OPERATORS}
 
     def _run(self, name: str, *arguments: Any) -> None:

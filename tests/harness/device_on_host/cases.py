@@ -103,7 +103,6 @@ def beside(library: str, options: str, names: Sequence[str]) -> list[Beside]:
 
 
 def look(places: list[tuple[str, str]], engine: Any) -> None:
-    """Record the devices of parameters, and of the optimizer's weights and states."""
     places.append(_places(engine))
 
 
@@ -185,7 +184,6 @@ def export(library: str, folder: str, names: Sequence[str]) -> list[tuple[str, l
 
 
 def exported(folder: str, name: str, **how: Any) -> list[str]:
-    """Return which weights of an export of a strategy are not those of the model when it was called."""
     from safetensors.torch import load_file
 
     import deepspeed_ext
@@ -267,7 +265,6 @@ def offloaded(name: str, optimizer: str, pinned: bool, zero: dict[str, Any]) -> 
 
 
 def _weights(engine: Any) -> list[Tensor]:
-    """Return the weights and states of the optimizer."""
     optimizer = engine.optimizer
     flat = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # of stage 3: its groups are filled in a step
     retained = flat or [p for group in optimizer.optimizer.param_groups for p in group["params"]]

@@ -42,7 +42,6 @@ class FakeWorld:
             mock.patch.object(distributed, name, self._counted(name, getattr(distributed, name))).start()
 
     def reset(self) -> None:
-        """Count from zero."""
         for counter in (self.messages, self.received, self.made):
             counter.clear()
 

@@ -121,7 +121,6 @@ class Gpt2Measurement(Measurement):
         return Workload(setting.accumulation, setting.ranks_per_node, model, **more)
 
     def batches(self, step: int) -> list[Batch]:
-        """Return the same random tokens for every step."""
         generator = torch.Generator().manual_seed(dist.get_rank())
         size = self.setting.accumulation, 1, self._tokens
         vocabulary = self._shape.get("vocab_size", VOCABULARY)
@@ -136,7 +135,6 @@ class Gpt2Measurement(Measurement):
         return seconds
 
     def _take(self, name: str) -> list[float]:
-        """Give a method its turn at each rate; return the losses of its steps."""
         self._losses.clear()
         self.turns.limit(None)
         method = next(methods([name], self.workload, {}))

@@ -30,7 +30,6 @@ DISK, COPIES, FAILURES = 2 * GIGA, 12 * GIGA, 24 * 3600.0  # of a node; of a GPU
 
 
 def cluster(gbps: float) -> Cluster:
-    """Return nodes with this rate between them."""
     return Cluster(2400, gbps, NETWORK_STEP, 1500 * GIGA, 156)
 
 

@@ -104,11 +104,9 @@ class Measurement:
 
     @property
     def width(self) -> int:
-        """Numbers in a row of a micro-batch."""
         return SIZES[self.setting.size][1]
 
     def batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step."""
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         rows = torch.randn(self.setting.accumulation, 2, self.batch_rows, self.width, generator=generator)
         return [(inputs, targets) for inputs, targets in rows.to(self.workload.dtype)]
@@ -122,7 +120,6 @@ class Measurement:
         return [(mbit, {}) for mbit in self.setting.mbit]
 
     def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
-        """Measure at a rate."""
         self.turns.limit(mbit)
         headers = self.turns.headers()
         rates = probe.measure(self.turns.topology) if self.probes else None
@@ -142,7 +139,6 @@ class Measurement:
         return statistics.median(self.turn(self.compute).seconds)
 
     def turn(self, method: Method) -> Turn:
-        """Time a step, or several short ones, because the median of only one short step varies."""
         turns = [self.turns.a_step(method)]
         while len(turns) < self.most and sum(turn.seconds[0] for turn in turns) < self.short:
             turns.append(self.turns.a_step(method))
@@ -172,7 +168,6 @@ class Measurement:
         row.more |= {} if rates is None else {"seconds_predicted": prediction.total_seconds}
 
     def describe(self, method: Method) -> Model:
-        """Return the planner's description of the model."""
         model = self.workload.make_model().to(self.workload.dtype)
         if self.workload.optimizer == MUON:
             mark_matrices(model)
@@ -302,7 +297,6 @@ class OverlapMeasurement(PausedMeasurement):
 
     @staticmethod
     def wire(setting: Setting) -> float:
-        """Return W."""
         volume = STRATEGIES["NIG"].volume(setting.sizes, setting.states, setting.accumulation)
         return volume.inter * setting.ranks_per_node * 8 / ((setting.mbit[0] or math.inf) * 1e6)
 

@@ -77,7 +77,6 @@ Ratios = Sequence[float | None]  # for each claim
 
 
 def predicted(method: str, sizes: GroupSizes, model: Model, rates: Rates) -> Prediction:
-    """Predict a strategy or a stage. As shipped, a stage all-reduces, as if gradients had twice their bytes."""
     if method in STRATEGIES:
         return predict(STRATEGIES[method], sizes, model, rates)
     if "shipped" in method:
@@ -111,7 +110,6 @@ def nearest(ratio: float, values: Sequence[float]) -> float:
 
 
 def misses(found: Ratios) -> list[float]:
-    """Return how far ratios are from the published ones."""
     return [abs(ratio / value - 1) for ratio, value in comparable(found)]
 
 

@@ -46,7 +46,6 @@ SAME_AS = {STOCK: "NNG", SHIPPED: "NNG", "ZeRO-3": "GGG", "ZeRO-3 defaults": "GG
 
 @torch.no_grad()
 def make_whole() -> ByteGPT:
-    """Return the model without a pipeline."""
     model = ByteGPT(WIDTH, LAYERS, HEADS, SEQUENCE_LENGTH)
     model.lm_head.weight = model.token_embedding.weight
     for mine, staged in zip(model.parameters(), _only_stage().parameters(), strict=True):
@@ -61,7 +60,6 @@ def weights_of_stage(model: Any, layers: range) -> Tensor:
 
 
 def weights_in_stage(stage: nn.Module) -> Tensor:
-    """Return the same of a stage. Position embeddings are left out: those of the last stage are not used."""
     embedding, _, *others = gathered(stage)
     return torch.cat([p.flatten() for p in (embedding, *others)])
 
@@ -119,7 +117,6 @@ class PipelineMeasurement(Measurement):
     bounds: ClassVar[Mapping[str, float]] = {FP32: 1e-5}
 
     def make_workload(self) -> Workload:
-        """Return that of the model without a pipeline."""
         self._meter, self._received, self._layers = TrafficMeter(), dict[str, list[float]](), range(LAYERS + 2)
         rank = SimpleNamespace(train_micro_batch_size_per_gpu=lambda: 1, data_parallel_group=None, device="cpu")
         self._data = Batches(read_corpus(CORPUS_BYTES), cast(Any, rank), SEQUENCE_LENGTH, 0)

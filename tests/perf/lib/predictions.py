@@ -116,7 +116,6 @@ class Cluster:
     tflops: float  # reached
 
     def rates(self, sizes: GroupSizes) -> Rates:
-        """Return the rates of the hops of groups of a node."""
         latencies = Latencies.for_groups(sizes, PER_NODE, self.step)
         return Rates.of_links(sizes, PER_NODE, self.intra_gbps, self.inter_gbps, latencies, self.memory)
 
@@ -140,7 +139,6 @@ class Trained:
     expert_parallel: int = 8
 
     def model(self, ranks: int, cluster: Cluster) -> Model:
-        """Return what a rank trains in a step."""
         tokens = min(MICRO_TOKENS, STEP_TOKENS // ranks)
         active = self.dense + self.used * self.experts
         held = self.experts // self.expert_parallel  # of experts

@@ -52,7 +52,6 @@ class RecordedMeasurement(OverlapMeasurement):
         return compute
 
     def _record(self, name: str) -> None:
-        """Take a turn with a recorder."""
         turn, steps = recorded_turn(self.made[name], self.turn, self.setting.ranks_per_node)
         self._seconds[name] += turn.seconds
         self._parts[name] += map(measures.step_parts, steps[-self.args.steps :])

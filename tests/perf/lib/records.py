@@ -27,7 +27,6 @@ Table = tuple[list[str], list[list[str]]]  # header, lines
 
 
 def circumstances() -> dict[str, Any]:
-    """Return the circumstances of a measurement: versions, machine, and command."""
     versions = [f"{name} {metadata.version(name)}" for name in ("deepspeed", "torch")]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -118,7 +117,6 @@ class Row:
 
     @property
     def steps(self) -> list[float]:
-        """Seconds of all steps."""
         return [step for steps in self.seconds for step in steps]
 
     @property
@@ -136,7 +134,6 @@ class Row:
 
     @property
     def predicted(self) -> Any:
-        """Seconds of a step by the planner; None without a prediction."""
         return self.more.get("seconds_predicted")
 
     @property
@@ -249,12 +246,10 @@ def slower(rows: Sequence[Row], stock: str, least: dict[str, float]) -> list[str
 
 
 def seconds_of(value: float) -> str:
-    """Return seconds as formatted in tables."""
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def markdown(table: Table) -> str:
-    """Return a table in Markdown."""
     header, *lines = [f"| {' | '.join(cells)} |" for cells in (table[0], *table[1])]
     return "\n".join([header, "|" + "---|" * len(table[0]), *lines, ""])
 

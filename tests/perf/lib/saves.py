@@ -216,7 +216,6 @@ class SavesMeasurement(Measurement):
 
 
 def base_of(method: str) -> str:
-    """Return the strategy or stage of a method."""
     return method.partition(",")[0]
 
 
@@ -240,12 +239,10 @@ class _Saver:
         return timed
 
     def first(self) -> None:
-        """Take the first save, which makes host buffers."""
         self._ranks.save(self._trained)
         self._finish()
 
     def take(self, row: Row) -> None:
-        """Take a turn, and add it to a row."""
         stolen, total = cpu_times()
         count = self._ranks.args.steps if self._aside else 0
         undisturbed = [self._ranks.step(self._trained) for _ in range(count)]

@@ -48,7 +48,6 @@ class SpeedsMeasurement(PausedMeasurement):
             yield Ours(workload, {**zero, "paro_micro_batches": list(NUMBERS)}, name)
 
     def batches(self, step: int) -> list[Batch]:
-        """Return the micro-batches of all ranks."""
         generator = torch.Generator().manual_seed(step)
         return [(x, y) for x, y in torch.randn(RANKS * sum(NUMBERS), 2, ROWS, self.width, generator=generator)]
 

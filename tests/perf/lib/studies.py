@@ -242,7 +242,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the name of its file, without the ending."""
         more = [self.optimizer] * (self.optimizer != "AdamW") + [f"{self.groups}"] * (self.groups != 2)
         return "-".join([re.sub(r"[, +]+", "_", self.method), *more, str(self.seed)])
 
@@ -257,7 +256,6 @@ class Run:
         return self.held_out[str(self.steps)]
 
     def write(self, folder: Path) -> None:
-        """Write the run to its file, atomically."""
         held_out = {step: round(loss, DIGITS) for step, loss in self.held_out.items()}
         rounded = asdict(self) | {"losses": [round(loss, DIGITS) for loss in self.losses], "held_out": held_out}
         folder.mkdir(parents=True, exist_ok=True)
@@ -314,7 +312,6 @@ class Cell:
 
 
 def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]:
-    """Return the cells by optimizer, groups and method."""
     runs_by_cell: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
         runs_by_cell.setdefault((run.optimizer, run.groups, run.method), []).append(run)
@@ -363,7 +360,6 @@ def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]
 
 
 def rows_of(study: Study, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row for each cell, with the seeds of ``Method.against`` and of the reference."""
     runs_by_key = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
     rows = []
     for (optimizer, groups, name), cell in cells(study, runs).items():
@@ -418,7 +414,6 @@ def formula(study: Study, run: Run) -> float:
 
 
 def read(study: Study) -> list[dict[str, str]]:
-    """Return the last row of each cell of a study, in the order of its methods."""
     rows_by_key = {(row["optimizer"], row["ranks"], row["method"]): row for row in read_rows(RESULTS / study.file)}
     at = dict.fromkeys((optimizer, ranks) for optimizer, ranks, _ in rows_by_key)
     return [rows_by_key[(*key, name)] for key in at for name in study.methods if (*key, name) in rows_by_key]

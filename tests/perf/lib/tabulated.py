@@ -228,7 +228,6 @@ def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
 
 
 def saves(rows: Sequence[Row]) -> Table:
-    """Return the duration of saves of each method in each setting, on each disk."""
     header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "stall, s", "of synchronous"]
     header += ["committed after", "a step, s", "during a write", "MB of buffers", "MB between"]
     lines = []

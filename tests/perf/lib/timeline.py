@@ -171,7 +171,6 @@ class HostCosts:
         return Rates(hops(1), hops(owners), 1 / (host * self.memory))
 
     def seconds(self, case: Case, slowness: float) -> float:
-        """Return the seconds of a step, by the planner with these costs."""
         rates = self.rates(case, slowness)
         if case.plain:
             return predict_plain_stage(case.strategy.name, case.sizes, case.model, rates).total_seconds

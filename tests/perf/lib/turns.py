@@ -138,14 +138,11 @@ class Turns:
         return over_ranks([float(n) for n in asdict(method.held()).values()], dist.ReduceOp.MAX)
 
     def take(self, method: Method, count: int) -> None:
-        """Take this many steps without timing them."""
         for _ in range(count):
             method.step(self._batches(method))
         method.finish()
 
     def a_step(self, method: Method) -> Turn:
-        """Time one step, including its work in flight."""
-
         def run() -> list[float]:
             batches = self._batches(method)
             dist.barrier()

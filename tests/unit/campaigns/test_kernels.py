@@ -59,7 +59,6 @@ def test_kernels_pass_over_memory_once() -> None:
 
 
 def figures_of(text: str) -> dict[tuple[str, str], list[float]]:
-    """Rows of the table of traffic, by operator and case."""
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
     return {(operator, case): [float(figure) for figure in figures] for operator, case, *figures in rows}
 

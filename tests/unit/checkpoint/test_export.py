@@ -281,7 +281,6 @@ def test_impossible_exports_are_refused(ranks: Any, tmp_path: Path) -> None:
 
 
 def refused_case(folder: str) -> list[str]:
-    """Return the error of each export that is refused."""
     engine, _ = training.make_engine(training.Job(empty=False, optimizer="Adam"), training.placed("IIG", 1))
 
     def error(name: str = "new", **more: Any) -> str:

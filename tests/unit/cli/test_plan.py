@@ -226,7 +226,6 @@ def test_missing_arguments_get_clear_errors(refused: Plan, arguments: list[str],
 
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
-    """A report of plain ZeRO-3 on two nodes of two ranks."""
     path, described = tmp_path / "report.json", reports.planner_input("ZeRO-3").as_dict()
     path.write_text(json.dumps(reports.report() | {"planner": described}))
     return path

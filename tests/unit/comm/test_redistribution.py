@@ -114,7 +114,6 @@ def test_gathers_use_hops_of_their_placements(ranks: Any) -> None:
 
 
 def gathers_case() -> dict[str, list[float]]:
-    """Return the result of each gather on 6 ranks in groups of 3."""
     topology = get_topology(None, 3)
     gathers = ParameterRedistribution(GatherHop(topology.intra, "intra"), GatherHop(topology.inter, "inter"))
     shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.quick
 
 
 def transfer(log: list[str], name: str) -> Any:
-    """A transfer of two hops."""
     for hop in (1, 2):
         log.append(f"start {name}{hop}")
         yield Handle(log, f"{name}{hop}")
@@ -58,8 +57,6 @@ class Listed(threading.Thread):
 
 
 class Refused(threading.Thread):
-    """A thread that the system refuses to start."""
-
     def start(self) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -25,7 +25,6 @@ MODULE = ["-m", "package.train", "--config", "{config}"]
 
 
 def parsed(launcher: Launcher, script: list[str]) -> dict[str, Any]:
-    """Return our command as the stock launcher parses it."""
     python, minus_m, module, *words = launcher.command(script, CONFIG)
     assert (python, minus_m) == (sys.executable, "-m")
     assert module in ("torch.distributed.run", "deepspeed.launcher.runner")

@@ -66,7 +66,6 @@ def pipeline_case(report: str) -> Any:
 
 
 def configured_case(report: str, config: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return the configuration as the script has it after the engine is made, and the engine's strategy."""
     script_config = configuration(Job(), {"stage": 3})
     with (
         launched(RunSpec(STEPS, WARM_UP, report, config)),

@@ -35,7 +35,6 @@ def outer(strategy: str = "III", **given: Any) -> dict[str, Any]:
 
 
 def muon(method: Any) -> dict[str, Any]:
-    """Return the configuration of a Muon."""
     return {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "ns_method": method}}}
 
 

@@ -61,7 +61,6 @@ REPORT = """9 differences break something, 1 break nothing; 11 symbols are used
 
 
 def package(folder: Path, module: str, text: str) -> Path:
-    """Write a package with one module."""
     path = folder / f"{module.replace('.', '/')}.py"
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="utf-8")

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.timeout(1500)  # the first test builds the fork, and it
 
 
 def run(python: str, folder: Path, *arguments: str, **variables: str) -> str:
-    """Run a program of an environment, and return its output."""
     variables_of_run = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     variables_of_run |= {"PATH": f"{(folder / python).parent}{os.pathsep}{variables_of_run['PATH']}", **variables}
     command = [str(folder / python), "-W", "ignore", *arguments]

@@ -26,7 +26,6 @@ def test_the_series_passes_its_check(archive: Path, arguments: list[str]) -> Non
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A copy of the patches, which is read in their place."""
     for path in (*patch_mails.PATCHES.glob("*.patch"), patch_mails.SERIES):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(patch_mails, "PATCHES", tmp_path)

@@ -21,7 +21,6 @@ pytestmark = needs("transformers", "accelerate")
 
 
 def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
-    """Stock DeepSpeed and a strategy, by the plugin."""
     from tests.harness.frameworks import accelerated
 
     return accelerated.compare(stock, ours, folder)

@@ -41,7 +41,6 @@ def make(folder: str, kind: str, more: dict[str, Any], zero: dict[str, Any]) -> 
 
 
 def case(ours: dict[str, Any], stock: dict[str, Any], folder: str, kind: str, more: dict[str, Any]) -> Row:
-    """Stock DeepSpeed and a strategy under the Trainer, resumed as well."""
     import torch.distributed as dist
 
     from tests.harness.frameworks import towers, trainers

@@ -15,7 +15,6 @@ pytestmark = needs("transformers", "lightning")
 
 
 def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
-    """Stock DeepSpeed and a strategy under Lightning, resumed as well."""
     from tests.harness.frameworks import lightnings, tiny
 
     expected, start = lightnings.train(stock, f"{folder}/stock")

@@ -40,7 +40,6 @@ def make(folder: str, how: str, more: dict[str, Any], zero: dict[str, Any]) -> A
 
 
 def case(ours: dict[str, Any], stock: dict[str, Any], folder: str, how: str, more: dict[str, Any]) -> Row:
-    """Stock DeepSpeed and a strategy under the Trainer, resumed as well."""
     import torch.distributed as dist
 
     from tests.harness.frameworks import tiny, trainers

@@ -14,7 +14,6 @@ pytestmark = needs("transformers", "accelerate", "trl", "datasets", "tokenizers"
 
 
 def make_tokenizer() -> Any:
-    """A tokenizer of words, made here."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -27,14 +26,12 @@ def make_tokenizer() -> Any:
 
 
 def sentences(rows: int) -> list[str]:
-    """Sentences of these words."""
     from tests.harness.frameworks import tiny
 
     return [" ".join(f"w{token}" for token in row["input_ids"]) for row in tiny.sequences(rows)]
 
 
 def make_sft(folder: str, zero: dict[str, Any]) -> Any:
-    """TRL's trainer for supervised fine-tuning."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -67,7 +64,6 @@ def make_dpo(folder: str, zero: dict[str, Any]) -> Any:
 
 
 def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
-    """Stock DeepSpeed and a strategy under one of the trainers, resumed as well."""
     from tests.harness.frameworks import trainers
 
     return trainers.compare(functools.partial(make, folder), stock, ours, f"{folder}/{trainers.CHECKPOINT}")

@@ -30,7 +30,6 @@ ORDERS = {
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,

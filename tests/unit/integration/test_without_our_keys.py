@@ -62,7 +62,6 @@ class Quantizer:
         return pieces.view(local, -1).sum(0), scales[: len(scales) // local]
 
     def dequantize(self, values: Any, *_: Any) -> Any:
-        """As they are."""
         return values
 
 
@@ -133,7 +132,6 @@ def cases() -> dict[str, Callable[[], Any]]:
 
 
 def trained(job: Any, zero: dict[str, Any]) -> Any:
-    """All that a run shows."""
     kinds: list[Any] = []
 
     def look(engine: Any) -> None:
@@ -154,7 +152,6 @@ def iterator_left() -> int:
 
 @contextlib.contextmanager
 def without_us() -> Iterator[None]:
-    """Our patches undone."""
     activation.deactivate()
     try:
         yield
@@ -331,6 +328,5 @@ def test_pipelines_with_zero_2_raise_without_us(ranks: Any) -> None:
 
 
 def pipeline_case() -> str:
-    """The error of DeepSpeed alone."""
     with without_us():
         return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 2})

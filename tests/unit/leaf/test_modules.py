@@ -233,7 +233,6 @@ def test_invalid_keys_are_refused_on_all_ranks(ranks: Any) -> None:
 
 
 def bad_case() -> list[str]:
-    """Return the errors of engines with invalid keys."""
     return [error_of(make, zero) for zero, _ in BAD]
 
 

@@ -42,7 +42,6 @@ SOME = [("Mixtral", ("grouped_mm",)), ("DeepseekV3", ("batched_mm",)), ("GptOss"
 
 
 def make_model(name: str, implementation: str = "eager") -> Any:
-    """Return a causal language model with random weights."""
     import transformers
 
     torch.manual_seed(5)

@@ -21,7 +21,6 @@ GIB = 2**30
 
 @pytest.fixture
 def gpu() -> None:
-    """Skip without a GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     assert ops.has_kernels("CUDA"), "conftest.py has built them"

@@ -31,7 +31,6 @@ def messages_of(groups: int, messages: int, shift: int = 0) -> list[Contents]:
 
 
 def take(feedback: ErrorFeedback, messages: list[Contents]) -> None:
-    """Update the errors of a step's buckets."""
     for contents in messages:
         old, new = feedback.buffers(contents, [NUMEL] * len(contents), "cpu")
         new.zero_() if old is None else new.copy_(old)

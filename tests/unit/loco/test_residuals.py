@@ -91,7 +91,6 @@ def not_sent(engine: Any) -> list[float]:
 
 
 def save_case(name: str, folder: str) -> list[float]:
-    """Save after three steps, and convert; return the unsent gradients."""
     engine, _ = training.make_trained(snapshots.job_of(), training.placed(name, zeropp_loco_param={}), 3)
     engine.save_checkpoint(folder, name)
     unsent = not_sent(engine)
@@ -103,7 +102,6 @@ def save_case(name: str, folder: str) -> list[float]:
 
 
 def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
-    """Return the unsent gradients after a load of the converted checkpoint."""
     job = snapshots.job_of(checkpoint={"load_universal": True})
     engine, _ = training.make_engine(job, training.placed(other, group, zeropp_loco_param={}))
     engine.load_checkpoint(folder, f"{name}_universal")

@@ -39,7 +39,6 @@ def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int, nam
 
 
 def parity_case(dtype: str, accumulation: int, names: tuple[str, ...]) -> list[Any]:
-    """Return the differences to stock ZeRO-2."""
     job = training.Job(steps=4, accumulation=accumulation, dtype=dtype, groups=2, empty=False, zero=training.SMALL)
     stock, rows = training.train(job, {"stage": 2}), []
     for name in names:

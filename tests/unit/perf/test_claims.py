@@ -81,13 +81,11 @@ def test_commands_of_rows_name_no_folder_of_a_machine() -> None:
 
 
 def rows(file: str, setting: str = "", mbit: float | None = 100) -> dict[str, Row]:
-    """Rows of a file by method: of a setting, if one is given, at a rate."""
     rows = (row for row in records.read(file) if row.mbit == mbit)
     return {row.method: row for row in rows if row.setting == (setting or row.setting)}
 
 
 def times(rows_by_method: dict[str, Row], method: str, other: str) -> float:
-    """How many times as fast a method is as another."""
     return rows_by_method[other].median / rows_by_method[method].median
 
 

@@ -69,7 +69,6 @@ def test_updates_without_loss_change_no_loss() -> None:
 
 
 def held_out_case() -> tuple[int, int]:
-    """Return the bytes that are trained and held out; none is both."""
     from tests.perf import convergence
 
     tokens = torch.arange(2 * convergence.PERIOD)
@@ -142,7 +141,6 @@ def apart(losses: list[float], run: Run) -> float:
 
 
 def crossing(method: str) -> tuple[bool, bool]:
-    """Return whether a method sends gradients in few bits, and whether it sends updates in few bits."""
     zero = LONG.methods[method].zero
     return "zeropp_loco_param" in zero, zero.get("paro_quantized_updates") == {"bits": 4}
 

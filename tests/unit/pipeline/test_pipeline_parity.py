@@ -32,7 +32,6 @@ def run(
 
 
 def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:
-    """Return the distance of each strategy from each oracle."""
     pipe = {"zero": SMALL, "steps": 2, "micro_batches": 2, **pipe}
     return pipelines.compare_pipelines(pipelines.Pipe(**pipe), names, group, oracles)
 
@@ -176,6 +175,5 @@ def test_evaluation_between_steps(ranks: Any) -> None:
 
 
 def evaluation_case(name: str) -> list[float]:
-    """Return losses of alternating training and evaluation."""
     engine, data = pipelines.start(pipelines.Pipe(), placed(name, 1))
     return [round(float(run(data)), 5) for run in (engine.train_batch, engine.eval_batch) * 2]

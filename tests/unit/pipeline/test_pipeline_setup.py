@@ -97,7 +97,6 @@ def test_plain_stage_3_has_the_units_of_GGG(ranks: Any) -> None:
 
 
 def units_case(zero: dict[str, Any]) -> list[str]:
-    """Return the names of units in a pipeline."""
     engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
     return [name for name, module in engine.module.named_modules() if is_set_by_choice(module)]
 
@@ -143,7 +142,6 @@ def test_without_a_strategy_the_engine_is_deepspeeds(ranks: Any, zero: dict[str,
 
 
 def stock_case(zero: dict[str, Any]) -> str:
-    """Return the class of the engine."""
     engine, data = pipelines.start(pipelines.Pipe(), zero)
     engine.train_batch(data)
     return type(engine).__name__
@@ -155,7 +153,6 @@ def test_destroyed_engines_keep_no_more_groups_than_stock(ranks: Any) -> None:
 
 
 def remaining_groups_case(name: str) -> int:
-    """Return the number of process groups that remain after an engine is destroyed."""
     before = len(distributed_c10d._world.pg_map)
     engine, data = pipelines.start(pipelines.Pipe(), placed(name, 1))
     engine.train_batch(data)
@@ -171,7 +168,6 @@ def test_the_log_explains_one_data_parallel_rank_per_node(ranks: Any) -> None:
 
 
 def layout_case() -> list[tuple[str, str]]:
-    """Return the log if the stages of a pipeline fill the nodes."""
     topology = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
     with logged() as lines, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         pipelines.train_pipeline(pipelines.Pipe(), {"paro_strategy": "NIG"}, topology=topology)

@@ -53,7 +53,6 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
 
 
 def engines_case(cases: list[tuple[Any, ...]]) -> list[Any]:
-    """Return the results of ``engine_case`` for each case, in order."""
     return [engine_case(*case) for case in cases]
 
 
@@ -63,7 +62,6 @@ def file(tmp_path: Path) -> str:
 
 
 def entries(file: str | Path) -> list[dict[str, Any]]:
-    """Return the decisions in a file."""
     return json.loads(Path(file).read_text())["decisions"]
 
 

@@ -87,7 +87,6 @@ def test_compute_is_estimated_rather_too_low() -> None:
 
 
 def probe_case() -> list[Any]:
-    """Return the rates of links and of compute that each rank measures on this machine."""
     gathered: list[Any] = [None] * dist.get_world_size()
     with mock.patch.object(probe, "SIZES", (2**16, 2**20)):
         measured = probe.measure(get_topology(None, 2)).as_dict(), probe.measure_flops(torch.float32)

@@ -102,7 +102,6 @@ def test_ranks_that_share_all_experts_write_them(name: str, m: int, size: int, w
 
 
 def of(name: str, model: Model = MODEL, sent: Compression = UNCOMPRESSED, rates: Rates = RATES, **more: Any) -> Any:
-    """Predict saves of a strategy; ``more``: other saves or sizes."""
     saves, sizes = more.get("saves", SAVES), more.get("sizes", CLUSTER)
     return predict_saves(saves, predict(STRATEGIES[name], sizes, model, rates, sent), sizes, model, rates, sent)
 

@@ -19,7 +19,6 @@ BYTES = 4 * 8_400_000
 
 
 def recorded(name: str = "NIG") -> RecordedTraining:
-    """Return the training in a report that runs this strategy."""
     report = reports.report() | {KEY: reports.planner_input(name).as_dict()}
     return RecordedTraining.from_report(json.loads(json.dumps(report, allow_nan=False)))
 

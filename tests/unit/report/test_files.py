@@ -36,7 +36,6 @@ def complete(trace: dict[str, Any]) -> dict[tuple[int, str], list[dict[str, Any]
 
 
 def names(trace: dict[str, Any], kind: str) -> dict[tuple[int, int], str]:
-    """Return names of threads or processes."""
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == kind}
 
 

@@ -68,7 +68,6 @@ def parameters(numels: list[int], dtypes: list[torch.dtype]) -> list[Any]:
 
 
 def ds_ids_of(buckets: list[Any]) -> list[list[int]]:
-    """Return the ds_ids of the parameters of buckets."""
     return [[param.ds_id for param in bucket] for bucket in buckets]
 
 

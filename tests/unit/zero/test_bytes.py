@@ -71,7 +71,6 @@ def check(
 
 
 def states_of(params: list[Parameter]) -> ModelStates:
-    """Return the model states of parameters, all in fp32."""
     trained = sum(numel for numel, trained, *_ in params if trained)
     return ModelStates.of(sum(param[0] for param in params), trained, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
 
@@ -227,8 +226,6 @@ def bytes_case(
 
 
 class OnlyExperts(networks.RoutedOverTwo):
-    """A network that trains only its experts."""
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         for name, param in self.named_parameters():
@@ -253,8 +250,6 @@ def test_experts_are_sent_among_the_ranks_that_have_them(ranks: Any, world: int,
 
 
 class Wide(experts.SmallMixtral):
-    """A model so wide that tokens are few bytes in comparison with parameters."""
-
     width, inner = 160, 320
 
 

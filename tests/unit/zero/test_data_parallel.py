@@ -27,7 +27,6 @@ ON_MESH = {"data_parallel_size": 2, "sequence_parallel_size": 2}
 
 
 def make_engine(zero: dict[str, Any], more_config: dict[str, Any], zero_init: bool = False, **arguments: Any) -> Any:
-    """Return an engine over a small network, from a fixed seed."""
     get_accelerator().is_fp16_supported = lambda: True  # or zero.Init makes bf16 on a CPU
     config = {**CONFIG, **more_config, "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
     torch.manual_seed(3)
@@ -38,7 +37,6 @@ def make_engine(zero: dict[str, Any], more_config: dict[str, Any], zero_init: bo
 
 
 def train(engine: Any, steps: int = 2) -> Any:
-    """Return the weights after some steps on different data on each rank, 1D."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2 * steps):
         engine.backward(engine(torch.randn(2, 5, generator=generator)).square().sum())

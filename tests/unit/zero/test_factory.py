@@ -27,7 +27,6 @@ CPU = {"device": "cpu"}
 
 
 def initialization_case(zero: dict[str, Any], config: dict[str, Any], memory: int, zero_init: bool) -> list[Any]:
-    """Return our log lines of an initialization on a machine with this number of bytes."""
     get_accelerator().total_memory = lambda device_index=None: memory
     with logged() as lines:
         make_partly_frozen(zero, config, zero_init).destroy()
@@ -228,8 +227,6 @@ def compiled_case(name: str, compiled: str) -> bool:
 
 
 def unsupported_case(feature: str, zero: dict[str, Any]) -> None:
-    """Initialize with a model or an optimizer that the configuration does not show."""
-
     class Expert(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -266,7 +263,6 @@ def test_patched_methods_of_the_optimizer_are_refused(ranks: Any, name: str) -> 
 
 
 def replaced_case(name: str) -> None:
-    """Create an engine after other code has replaced methods of DeepSpeed's optimizers."""
     cls = Stage12Optimizer if name == "NIG" else Stage3Optimizer
     parent, method = next(
         (parent, method)

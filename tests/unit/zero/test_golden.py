@@ -47,7 +47,6 @@ def batches(job: Job) -> Any:
 
 @mock.patch.object(training, "batches", batches)
 def trained(dtype: str, options: str, names: list[str]) -> dict[str, dict[str, str]]:
-    """Train strategies; return short digests of each one's tensors."""
     job, results = Job(steps=20, accumulation=2, dtype=dtype, network=network, zero=SMALL), {}
     sizes = {key: parameter.numel() for key, parameter in network(job.sizes).named_parameters()}
     for name in names:

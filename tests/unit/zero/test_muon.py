@@ -93,7 +93,6 @@ def test_an_unknown_ns_method_raises_one_message(ranks: Any) -> None:
 
 
 def unknown_case(order: list[str]) -> str:
-    """Return the error with an order."""
     job = muon(config={"optimizer": {"params": {"ns_method": "gramm"}}})
     with mock.patch.object(original_muon, "NS_METHODS", order):
         return error_of(training.make_engine, job, placed("NIG", 1))
@@ -129,7 +128,6 @@ def groups_case() -> list[Difference]:
 
 
 def momenta_of(engine: Any) -> list[Any]:
-    """Return copies of this rank's momentum."""
     states = engine.optimizer.optimizer.state.values()
     return [state["momentum_buffer"].clone() for state in states if "momentum_buffer" in state]
 
@@ -200,7 +198,6 @@ def test_a_step_compiles_nothing(ranks: Any) -> None:
 
 
 def compiling_case() -> tuple[int, bool]:
-    """Return the number of functions that a step of Muon compiles, and whether it has changed the weights."""
     job = muon(sizes=(5, 3, 4))
     engine, model = training.make_engine(job, placed("NII", 1))
     before = training.whole_weights(model)

@@ -97,7 +97,6 @@ def test_groups_are_independent_before_an_outer_step(ranks: Any) -> None:
 
 
 def trained_case(names: tuple[str, ...], outer: dict[str, Any]) -> list[list[float]]:
-    """Return the weights of each strategy."""
     return [training.train(MUON, training.placed(name, 2, **outer)).weights.tolist() for name in names]
 
 
@@ -317,7 +316,6 @@ def _others(name: str) -> list[dict[str, Any]]:
 
 
 def _weights(engine: Any, model: Any) -> dict[str, Any]:
-    """Return the trained parameters in full."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with deepspeed.zero.GatheredParameters(list(trained.values())):
         return {name: param.detach().clone() for name, param in trained.items()}

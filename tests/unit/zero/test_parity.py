@@ -55,7 +55,6 @@ def job_of(kind: str, row: Row) -> Job:
 
 
 def compared(kind: str, row: Row, strategies: Sequence[str]) -> list[Difference]:
-    """Train stock and strategies with a row's options, and return the differences."""
     table, settings = parity_table.TABLES[kind], parity_table.merge_changes(kind, row)
     with nan_until_written() if "nan" in settings else contextlib.nullcontext():
         stage = {"stage": parity_table.stock_stage(row)}

@@ -44,7 +44,6 @@ class Twin:
         self._weights = [p for layer in self._model.layers for p in layer.parameters()]
 
     def take(self, masters: Iterable[Tensor]) -> None:
-        """Set the weights to rounded masters."""
         with torch.no_grad():
             for weight, master in zip(self._weights, masters, strict=True):
                 weight.copy_(master)
@@ -61,7 +60,6 @@ class Twin:
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Return all elements, 1D, in double precision."""
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
 

@@ -33,7 +33,6 @@ def test_a_weight_of_another_size_is_refused_as_with_stock(ranks: Any) -> None:
 
 
 def another_size_case(name: str) -> str:
-    """Return the error of safe_set_full_fp32_param with too few elements."""
     _, model = training.make_engine(training.Job(), placed(name))
     return error_of(utils.safe_set_full_fp32_param, model.layers[0].weight, torch.zeros(3))
 
@@ -167,8 +166,6 @@ def every_accessor_case(name: str, dtype: str, zero: Any) -> list[str]:
     """Return functions that return or set other values than were set: multiples of 1/8, which SGD does not round."""
 
     class OfAllSizes(training.Network):
-        """With parameters of 1, 2, 23 and 529 elements."""
-
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.one, self.two = (torch.nn.Parameter(torch.ones(size)) for size in (1, 2))
@@ -200,11 +197,9 @@ def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
     shapes = [getattr(param, "ds_shape", param.shape) for param in params]
 
     def draw() -> list[torch.Tensor]:
-        """Return values of all parameters, the same on all ranks."""
         return [torch.randint(-8, 9, shape, generator=generator) / 8.0 for shape in shapes]
 
     def chunk(value: torch.Tensor, param: Any, padding: float = 0.0) -> torch.Tensor:
-        """Return this rank's part of a value."""
         rank, size = dist.get_rank(param.ds_process_group), param.ds_tensor.ds_numel
         own = value.flatten()[rank * size : (rank + 1) * size]
         return torch.nn.functional.pad(own, (0, size - own.numel()), value=padding)

@@ -279,7 +279,6 @@ def hooked_gathers(model: nn.Module) -> UpdateGathers:
 
 
 def windows_waited_for(updates: UpdateGathers, model: nn.Module) -> list[int]:
-    """Return the windows that modules wait for in a forward, in order."""
     with mock.patch.object(UpdateGathers, "in_flight", True), mock.patch.object(updates, "wait_for") as wait_for:
         model(torch.ones(1, 4))
     return [call.args[0] for call in wait_for.call_args_list]
@@ -301,18 +300,15 @@ class Projection(nn.Module):
 
 
 def some_gate() -> nn.Module:
-    """Return a module that reads the weight of its child, between other modules."""
     return nn.Sequential(nn.Linear(4, 4), Gate(), nn.Sequential(nn.Linear(4, 4)))
 
 
 def shared_gates() -> nn.Module:
-    """Return two modules that read the weight of one child."""
     part = nn.Linear(4, 4, bias=False)
     return nn.Sequential(Gate(part), Gate(part))
 
 
 def shared_part() -> nn.Module:
-    """Return a module that reads the weight of a child that another module calls."""
     part = nn.Linear(4, 4, bias=False)
     return nn.Sequential(Gate(part), nn.Sequential(part))
 
