@@ -36,7 +36,7 @@ def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine
     """Refuse unsupported objects; the result is the same on all ranks.
 
     Args:
-        target: the second argument of ``find``: an optimizer, or a model.
+        target: the second argument of ``find``: an optimizer, a model, or a topology.
 
     Raises:
         ValueError: the strategy does not support the engine, the model or the optimizer.
@@ -125,10 +125,10 @@ def _remove_own_steps_key(engine: Any) -> str:
     return f"Remove {_own_steps_key(engine)}"
 
 
-def _sequences_across_groups(engine: Any) -> str:
+def _sequences_across_groups(engine: Any, topology: Any) -> str:
     """Return how separately training groups split the ranks of one sequence; empty if they do not."""
-    size = engine._config.zero_config.paro_group_size
-    if not _own_steps_key(engine) or size is None or size % engine.sequence_parallel_size == 0:
+    size = topology.sizes.group_size
+    if not _own_steps_key(engine) or size % engine.sequence_parallel_size == 0:
         return ""
     return f"{engine.sequence_parallel_size} ranks share a sequence, and groups have {size}"
 
@@ -196,11 +196,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice=_remove_own_steps_key,
     ),
     Unsupported(
-        lambda engine, optimizer: _sequences_across_groups(engine),
-        "{}, so ranks with parts of one sequence would run other micro-batches",
-        advice=f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
-    ),
-    Unsupported(
         lambda engine, optimizer: (
             engine.has_moe_layers and engine.pipeline_parallelism and not deepspeed_moe_layers(engine.module)
         ),
@@ -242,5 +237,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "the model was compiled with torch.compile, but ZeRO-3 sets attributes on modules, which compiled ones refuse",
         shards_parameters,
         "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
+    ),
+)
+
+# With the topology, which has the default group size, too.
+UNSUPPORTED_GROUPS = (
+    Unsupported(
+        _sequences_across_groups,
+        "{}, so ranks with parts of one sequence would run other micro-batches",
+        advice=f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
     ),
 )

@@ -22,7 +22,7 @@ from deepspeed_ext.comm.process_groups import Topology, get_topology
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.config.keys import SECTION, STRATEGY, configured_value
 from deepspeed_ext.config.settings import OuterSettings
-from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
+from deepspeed_ext.config.unsupported import UNSUPPORTED, UNSUPPORTED_GROUPS, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import choose_by_budget
 from deepspeed_ext.overrides import bypassed_methods, replace_attributes
@@ -113,6 +113,7 @@ def build_optimizer(
     outer: OuterSettings | None = engine._config.zero_config.paro_outer_optimizer
     alone = strategy.os == Placement.N or outer is not None
     topology = get_topology(engine.seq_data_parallel_group, engine._config.zero_config.paro_group_size, alone=alone)
+    refuse_unsupported(UNSUPPORTED_GROUPS, strategy, engine, topology)
     use_decision(engine, topology)
     set_micro_batches(engine, topology)
     topologies = topologies_of(engine, topology, alone=alone)

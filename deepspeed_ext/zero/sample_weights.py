@@ -30,7 +30,7 @@ from torch import Tensor
 from deepspeed_ext.comm.agreement import all_reduce, run_on_all_or_raise
 from deepspeed_ext.comm.hops import GradientScale
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.config.keys import GROUP_SIZE, MEASURED, MICRO_BATCHES, SECTION, WEIGHTS, configured_value
+from deepspeed_ext.config.keys import MEASURED, MICRO_BATCHES, SECTION, WEIGHTS, configured_value
 from deepspeed_ext.deepspeed_types import Config, Engine
 
 
@@ -154,8 +154,7 @@ def set_micro_batches(engine: Engine, topology: Topology) -> None:
     Collective if groups have different numbers.
 
     Raises:
-        ValueError: on all ranks, if there is not one number for each group, another key contradicts the numbers, or
-            groups split the ranks of a sequence.
+        ValueError: on all ranks, if there is not one number for each group, or another key contradicts the numbers.
     """
     config = engine._config
     numbers = config.zero_config.paro_micro_batches
@@ -167,11 +166,6 @@ def set_micro_batches(engine: Engine, topology: Topology) -> None:
         raise ValueError(
             f"{SECTION}.{MICRO_BATCHES} must have one number for each group: {topology.sizes.ranks} data-parallel "
             f"ranks in groups of {topology.sizes.group_size} are {groups} groups, got {numbers}."
-        )
-    if topology.sizes.group_size % engine.sequence_parallel_size:
-        raise ValueError(
-            f"{SECTION}.{MICRO_BATCHES}: {engine.sequence_parallel_size} ranks share a sequence, and groups have "
-            f"{topology.sizes.group_size}. Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size."
         )
     if not isinstance(numbers, list):  # the mean number until the pace of groups has been measured
         return

@@ -132,13 +132,22 @@ def takeover_case() -> float:
     return float((train(stock) - expected).abs().max())
 
 
-def test_group_sizes_count_data_parallel_ranks(ranks: Any) -> None:
-    for error in ranks(4).run_expect_error(tensor_parallel_case):
-        assert error.type == "ValueError", error
-        assert "got paro_group_size 4 with 2 data-parallel rank(s)" in error.message
+@with_cases(
+    "key, value, message",
+    ("paro_group_size", 4, "got paro_group_size 4 with 2 data-parallel rank(s)"),
+    ("paro_outer_optimizer", {}, "4 ranks share a sequence, and groups have 2, "),
+    ("paro_micro_batches", [2, 1], "Set zero_optimization.paro_group_size to a multiple of the sequence-parallel"),
+)
+def test_groups_that_tensors_or_sequences_cross_raise(ranks: Any, key: str, value: Any, message: str) -> None:
+    for error in ranks(4).run_expect_error(crossing_case, key, value):
+        assert error.type == "ValueError" and message in error.message, error
 
 
-def tensor_parallel_case() -> None:
-    """Create two data-parallel ranks of two tensor-parallel ranks each, as AutoTP does."""
+def crossing_case(key: str, value: Any) -> None:
+    """Create nodes of two ranks, and let four share a sequence; or two a model, as AutoTP does."""
+    if key != "paro_group_size":
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        parallel_state_sp.initialize_sequence_parallel(4)
+        make_engine({"paro_strategy": "III", key: value}, {"sequence_parallel_size": 4}, mpu=parallel_state_sp)
     with mock.patch.object(dist, "new_group", side_effect=AssertionError("something was communicated")):
         make_engine({"paro_strategy": "IIG", "paro_group_size": 4}, {"tensor_parallel": {"autotp_size": 2}})

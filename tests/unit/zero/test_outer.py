@@ -148,13 +148,12 @@ def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
     "engine, message",
     ({"pipeline_parallelism": True}, "stages of a pipeline .* but with KEY groups of ranks run their own. Remove KEY"),
     ({"has_moe_layers": True}, "gradients of experts may be sent between groups.* with KEY. Remove KEY"),
-    ({"sequence_parallel_size": 4}, "4 ranks share a sequence, and groups have 2, .* Set .*paro_group_size to a"),
     ids=str,
 )
 def test_options_that_need_all_groups_are_refused(engine: dict[str, Any], message: str) -> None:
     kinds = {"pipeline_parallelism": False, "has_moe_layers": False, "sequence_parallel_size": 1}
     for key, section in ((KEY, {}), (KEY, None), ("paro_micro_batches", [2, 1])):
-        zero = SimpleNamespace(**{key: section}, paro_group_size=2)
+        zero = SimpleNamespace(**{key: section})
         config = SimpleNamespace(zero_config=zero, _param_dict={"zero_optimization": {}})
         fake_engine = SimpleNamespace(**kinds | engine, _config=config, module=torch.nn.Module())
         expected = message.replace("KEY", key)
