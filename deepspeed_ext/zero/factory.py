@@ -114,7 +114,7 @@ def build_optimizer(
     alone = strategy.os == Placement.N or outer is not None
     topology = get_topology(engine.seq_data_parallel_group, engine._config.zero_config.paro_group_size, alone=alone)
     refuse_unsupported(UNSUPPORTED_GROUPS, strategy, engine, topology)
-    use_decision(engine, topology)
+    decision_inputs = use_decision(engine, topology)
     set_micro_batches(engine, topology)
     topologies = topologies_of(engine, topology, alone=alone)
     changed_defaults = use_overlap_defaults(engine._config, strategy)
@@ -137,7 +137,7 @@ def build_optimizer(
     _adapt_engine(engine, result, topology, strategy)
     if isinstance(result, ParoOptimizer):
         add_weights(result.sample_weights, engine, topology)
-        measure_pace(result, engine)
+        measure_pace(result, engine, decision_inputs)
     if outer is not None and isinstance(result, ParoOptimizer):
         add_outer_optimizer(result, outer, topology, hops.outer(outer.bits), engine)
     return result

@@ -14,6 +14,7 @@ Note [Pace]
 
 import heapq
 import itertools
+import json
 import socket
 import time
 from collections.abc import Sequence
@@ -50,18 +51,20 @@ def balance(paces: Sequence[float], total: int) -> list[int]:
     return numbers
 
 
-def use_decision(engine: Engine, topology: Topology) -> None:
-    """Replace "measured" in an engine's configuration by the numbers of an earlier run, if any. Collective."""
+def use_decision(engine: Engine, topology: Topology) -> dict[str, Any]:
+    """Replace "measured" in an engine's configuration by the numbers of an earlier run, if any. Collective.
+
+    Returns:
+        the inputs of the decision for ``measure_pace``; empty without "measured".
+    """
     zero = engine._config.zero_config
     if zero.paro_micro_batches != MEASURED:
-        return
+        return {}
     engine.set_gradient_accumulation_boundary = _refuse_own_boundaries
-    groups = topology.sizes.groups
     inputs, file = _inputs(engine, topology), Decisions(Path(zero.paro_decision_file))
-    text = broadcast_from_first(lambda: _find_numbers(file, inputs), f"{file.path} cannot be read", ValueError)
-    numbers = [int(number) for number in text.split() if number.isdigit()]  # the file may have been edited
-    if len(numbers) == groups and min(numbers) > 0 and sum(numbers) == inputs["accumulation"] * groups:
-        zero.paro_micro_batches = numbers
+    text = broadcast_from_first(lambda: find_numbers(file, inputs), f"{file.path} cannot be read", ValueError)
+    zero.paro_micro_batches = json.loads(text) if text else MEASURED
+    return inputs
 
 
 def _inputs(engine: Engine, topology: Topology) -> dict[str, Any]:
@@ -78,13 +81,21 @@ def _inputs(engine: Engine, topology: Topology) -> dict[str, Any]:
     }
 
 
-def _find_numbers(file: Decisions, inputs: dict[str, Any]) -> str:
+def find_numbers(file: Decisions, inputs: dict[str, Any]) -> str:
+    """Return the decided numbers as JSON; empty without a decision, or if they cannot be used."""
     entry = file.find(inputs)
-    if entry is None or not isinstance(entry["plan"], dict):
+    if entry is None:
         return ""
-    numbers = entry["plan"].get(MICRO_BATCHES, [])
+    numbers = entry["plan"].get(MICRO_BATCHES) if isinstance(entry["plan"], dict) else None
+    groups = inputs["ranks"] // inputs["group_size"]
+    total = inputs["accumulation"] * groups
+    are_integers = isinstance(numbers, list) and all(type(number) is int and number > 0 for number in numbers)
+    if not are_integers or (len(numbers), sum(numbers)) != (groups, total):
+        expected = f"{groups} integers of at least 1 with the sum {total}, got {numbers!r}"
+        warn_on_rank_0(f"{file.path}: plan.{MICRO_BATCHES} must be {expected}: measuring again")
+        return ""
     warn_on_rank_0(f"{SECTION}.{MICRO_BATCHES} stays {numbers}, as decided on {entry['date']} ({file.path})")
-    return " ".join(map(str, numbers))
+    return json.dumps(numbers)
 
 
 def _refuse_own_boundaries(is_boundary: bool) -> None:
@@ -95,17 +106,21 @@ def _refuse_own_boundaries(is_boundary: bool) -> None:
     )
 
 
-def measure_pace(optimizer: ParoOptimizer, engine: Engine) -> None:
-    """Measure the pace of groups in the first steps, and then use numbers that balance it, if that is configured."""
+def measure_pace(optimizer: ParoOptimizer, engine: Engine, inputs: dict[str, Any]) -> None:
+    """Measure the pace of groups in the first steps, and then use numbers that balance it, if that is configured.
+
+    Args:
+        inputs: of the decision; see ``use_decision``.
+    """
     if engine._config.zero_config.paro_micro_batches == MEASURED:
-        _Measurement(optimizer, engine)
+        _Measurement(optimizer, engine, inputs)
 
 
 class _Measurement:
     """The first steps of a training. See Note [Pace]."""
 
-    def __init__(self, optimizer: ParoOptimizer, engine: Engine) -> None:
-        self._optimizer, self._engine = optimizer, engine
+    def __init__(self, optimizer: ParoOptimizer, engine: Engine, inputs: dict[str, Any]) -> None:
+        self._optimizer, self._engine, self._inputs = optimizer, engine, inputs
         self._steps, self._begin, self._end = 0, 0.0, 0.0
         self._paces: list[float] = []
         optimizer.on_step, optimizer.micro_steps.on_end = self._end_step, self._end_micro_step
@@ -140,12 +155,13 @@ class _Measurement:
             return
         paces: list[float] = reduced.tolist()
         numbers = balance(paces, total)
-        inputs = _inputs(self._engine, topology)
         if dist.get_rank() == 0:
             seconds = ", ".join(f"{pace:.3g}" for pace in paces)
             warn_on_rank_0(f"{SECTION}.{MICRO_BATCHES} is now {numbers}: groups take {seconds} s per micro-batch")
             plan = {MICRO_BATCHES: numbers, "paces": paces}
-            Decisions(Path(config.zero_config.paro_decision_file)).keep(inputs["strategies"][0], inputs, plan)
+            Decisions(Path(config.zero_config.paro_decision_file)).keep(
+                self._inputs["strategies"][0], self._inputs, plan
+            )
         config.zero_config.paro_micro_batches, config.gradient_accumulation_steps = numbers, numbers[group]
         add_weights(self._optimizer.sample_weights, self._engine, topology)
         self._engine.micro_steps = -1  # ``engine.step``, which is running, adds 1

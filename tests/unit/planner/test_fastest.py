@@ -15,9 +15,11 @@ import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 
+from deepspeed_ext.config.decisions import Decisions
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, hyphenate
+from deepspeed_ext.zero.pace import find_numbers
 from tests.harness.logs import is_ours, logged
 from tests.harness.networks import make_partly_frozen
 
@@ -128,6 +130,12 @@ def test_faults_of_the_file_stop_no_run(ranks: Any, tmp_path: Path) -> None:
         assert entries(path)[0]["strategy"] in STRATEGIES
     assert all("the decision could not be written" in lines[-1] for _, lines in chosen[3:])
     assert sorted(tmp_path.iterdir()) == before
+    inputs = {"strategies": ["NIG"], "ranks": 4, "group_size": 2, "accumulation": 2}
+    for numbers in (3, ["1", "3"], [4, 0], [1, 2], [4]):
+        Decisions(tmp_path / "measured").keep("NIG", inputs, {"paro_micro_batches": numbers})
+        with logged() as said:
+            assert find_numbers(Decisions(tmp_path / "measured"), inputs) == ""
+        assert "plan.paro_micro_batches must be 2 integers of at least 1 with the sum 4" in said[-1][1]
 
 
 SHARDED = {name for name, row in STRATEGIES.items() if row.stage == 3}
