@@ -272,10 +272,10 @@ class MemoryFolder:
             )
         return []
 
-    def saved_digest(self, folder: str, name: str) -> str | None:
-        """Return the digest of a file in a part's folder; None if an earlier version has saved it."""
-        digest: str | None = json.loads((self.path / folder / _MANIFEST).read_text()).get("digests", {}).get(name)
-        return digest
+    def saved_digests(self, folder: str) -> dict[str, str]:
+        """Return the digests of the files in a part's folder; empty if an earlier version has saved it."""
+        digests: dict[str, str] = json.loads((self.path / folder / _MANIFEST).read_text()).get("digests", {})
+        return digests
 
     def _manifests(self) -> Iterator[Part]:
         for path in sorted(self.path.glob(f"[0-9]*/{_MANIFEST}")):

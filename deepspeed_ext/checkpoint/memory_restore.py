@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a save in memory to disk when a restarted run loads: see Note [Saves in memory] in ``in_memory.py``."""
 
+import functools
 import json
 import shutil
 from collections.abc import Mapping
@@ -155,14 +156,14 @@ def _write(
     target = CheckpointFolder(load_dir, save.tag)
     commit = Commit(target, dist.get_rank() == 0, True, True, engine._config)
     commit.prepare(WORLD)
-    written, error = 0, None
+    written, error, digests_of = 0, None, functools.cache(folder.saved_digests)
     try:
         for number, (name, location) in enumerate(sorted(files.items())):
             # Each file is copied by one of the ranks that can read it; files take turns among these ranks.
             readers = [rank for rank, other in enumerate(locations) if other == locations[location.first]]
             if readers[number % len(readers)] == dist.get_rank():
                 staged = Path(target.staging_path(str(target.path / name)))
-                _copy(folder.path / location.folder / name, staged, folder.saved_digest(location.folder, name))
+                _copy(folder.path / location.folder / name, staged, digests_of(location.folder).get(name))
                 written += 1
     except Exception as failure:  # raised by the commit, because the other ranks wait there
         error = CheckpointError(f"the save in memory of {save.tag} could not be written to {load_dir}: {failure}")
