@@ -15,6 +15,7 @@ from deepspeed.checkpoint.constants import PARAM
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import logger
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from deepspeed_ext.checkpoint import digests
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 HEADER = "paro"
 """Key of the header in each file of a checkpoint, which identifies the save; ``redirect_to_staging`` adds it."""
+
+
+STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+"""Configuration of schemas: without conversions, and with tensors."""
 
 
 def wrap(engine: CheckpointEngine, async_saves: "Callable[[], AsyncSaves] | None" = None) -> CheckpointEngine:
@@ -58,24 +63,30 @@ def inspect(path: str | os.PathLike[str]) -> Any:
     return load_listed(torch.load, path, map_location="cpu", mmap=zipfile.is_zipfile(path))
 
 
-def read_checked(path: str | os.PathLike[str], *keys: str) -> Any:
+def read_checked(path: str | os.PathLike[str], *keys: str, schema: Any = None) -> Any:
     """Return the content of a checkpoint's file; its tensors stay on disk.
 
     Args:
         keys: required keys.
+        schema: required keys with their types, as a TypedDict.
 
     Raises:
-        CheckpointError: it is missing, cannot be read, lacks a key, or has a class that may not be loaded.
+        CheckpointError: it is missing, cannot be read, lacks a key, or has a type or class that may not be loaded.
     """
     try:
         state = inspect(path)
         missing = [key for key in keys if not isinstance(state, dict) or key not in state]
         if missing:
             raise ValueError(f"has no {' and no '.join(missing)}")
+        if schema is not None:
+            TypeAdapter(schema).validate_python(state)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing.") from error
     except CheckpointError:
         raise
+    except ValidationError as error:
+        fields = "; ".join(f"{'.'.join(map(str, row['loc']))}: {row['msg']}" for row in error.errors()[:3])
+        raise CheckpointError(f"{path} does not have the fields of this file of a checkpoint: {fields}.") from error
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, damaged, or not this file of a checkpoint "
@@ -219,16 +230,9 @@ class CheckpointFiles(TorchCheckpointEngine):
 
     # Reading ##########################################################################################
 
-    def inspect(self, path: str | os.PathLike[str], *keys: str) -> Any:
-        """Return the content of a file, and keep its header.
-
-        Args:
-            keys: required keys.
-
-        Raises:
-            CheckpointError: it is missing, cannot be read, or lacks a key.
-        """
-        state = read_checked(path, *keys)
+    def inspect(self, path: str | os.PathLike[str], *keys: str, schema: Any = None) -> Any:
+        """Return the content of a file, and keep its header; see ``read_checked``."""
+        state = read_checked(path, *keys, schema=schema)
         if not holds_parameters_only(str(path)):
             self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
         return state

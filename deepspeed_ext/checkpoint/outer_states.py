@@ -13,14 +13,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from deepspeed_ext.checkpoint.files import CheckpointFiles
+from deepspeed_ext.checkpoint.files import STRICT, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, RankFile
 from deepspeed_ext.comm.agreement import any_rank, run_on_all_or_raise
 from deepspeed_ext.console import warn_on_rank_0
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
+
+
+class _Outer(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    step: int
+    fragments: list[tuple[int, Tensor, Tensor]]
+    errors: dict[str, Any]
+
+
+class _Content(TypedDict):
+    """Fields of a rank's file."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    described: dict[str, Any]
+    outer: _Outer
+    weights: dict[int, Tensor]
+    states: dict[int, dict[str, Any]]
 
 
 def file_content(engine: Engine) -> dict[str, Any] | None:
@@ -87,11 +105,26 @@ class OuterStates:
         path = folder / _name(engine)
         files: CheckpointFiles = engine.checkpoint_engine
         if with_states and path.exists():
-            content = files.inspect(path, "described", "outer", "weights", "states")
+            content = files.inspect(path, schema=_Content)
             # Older versions did not replace these files in a save without an outer optimizer, so they may be stale.
             same_save = files.belongs_to_save(path, files.read_header(folder))
             if same_save and content["described"] == _description(engine, outer):
+                self._check_shapes(path, content)
                 self._content = content
+
+    def _check_shapes(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if a tensor cannot be copied into this run's."""
+        names, saved = ("weights", "momentum"), {f"weights.{number}": it for number, it in content["weights"].items()}
+        numbers = [shard.number for shard in self._optimizer.flat_shards()]
+        current = {f"weights.{number}": self._optimizer.shard_weights(number) for number in numbers}
+        for number, fragment in enumerate(self._outer.fragments):
+            current |= {f"outer.fragments.{number}.{name}": getattr(fragment, name) for name in names}
+        for number, (_, *tensors) in enumerate(content["outer"]["fragments"]):
+            saved |= {f"outer.fragments.{number}.{name}": it for name, it in zip(names, tensors, strict=True)}
+        for name in sorted(current.keys() | saved.keys()):
+            shape, expected = (list(row[name].shape) if name in row else None for row in (saved, current))
+            if shape != expected:
+                raise CheckpointError(f"{path}: {name} has the shape {shape}, expected {expected}.")
 
     def load(self) -> None:
         """Load the saved states, or restart from the weights that DeepSpeed has loaded. Collective."""

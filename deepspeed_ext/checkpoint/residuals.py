@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
 
-from deepspeed_ext.checkpoint.files import CheckpointFiles
+from deepspeed_ext.checkpoint.files import STRICT, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, RankFile
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.console import warn_on_rank_0
@@ -29,6 +30,17 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 FOLDER = "residuals"  # in the header of saved files: name of the folder with residuals; a path in old checkpoints
+
+
+class _Content(TypedDict):
+    """Fields of a file of residuals."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    states: dict[str, Any]
+    whereabouts: list[tuple[str, int, Sequence[int]]]
+    groups: int
+    group_size: int
+    halves: NotRequired[list[str]]
 
 
 def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> None:
@@ -94,7 +106,7 @@ class Residuals:
             )
 
     def _inspect(self, path: Path) -> Mapping[str, Any]:
-        content: Mapping[str, Any] = self._files.inspect(path, "states", "whereabouts")
+        content: Mapping[str, Any] = self._files.inspect(path, schema=_Content)
         if not self._files.belongs_to_save(path, self._header):
             raise CheckpointError(f"{path} belongs to another save than the other files of {self._folder}.")
         return content

@@ -13,6 +13,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.checkpoint.files import HEADER
+from deepspeed_ext.checkpoint.folder import RECORD
 from deepspeed_ext.checkpoint.residuals import FOLDER
 from deepspeed_ext.comm import collectives
 from tests.harness import snapshots, training
@@ -211,6 +212,7 @@ def disks_case(folder: str) -> bool:
 
 
 DAMAGES = {"missing": "has 1 files", "truncated": "100 bytes, expected", "other save": "another save"}
+DAMAGES["other types"] = "00.pt does not have the fields of this file of a checkpoint: whereabouts.0: Input should be"
 
 
 def test_15_damaged_residuals_are_refused_before_loading(ranks: Any, tmp_path: Any) -> None:
@@ -238,6 +240,9 @@ def damage_case(folder: str) -> list[tuple[str, bool]]:
                 path.unlink()
             elif damage == "truncated":
                 path.write_bytes(content[:100])
+            elif damage == "other types":
+                path.with_name(RECORD).unlink()
+                torch.save(torch.load(path, weights_only=False) | {"whereabouts": [3]}, path)
             else:
                 shutil.copy(Path(folder, "first", path.name), path)
         dist.barrier()

@@ -19,6 +19,7 @@ from deepspeed.utils import safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_ext.checkpoint.files import HEADER
+from deepspeed_ext.checkpoint.folder import RECORD
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.strategy import STRATEGIES
@@ -363,17 +364,22 @@ def test_converted_checkpoints_contain_the_anchors(ranks: Any, tmp_path: Any, na
     assert ranks(4).run(converted_case, str(tmp_path), name) == [[]] * 4
 
 
-def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
-    """Return the outer optimizer's files that remain after a save without one, and where weights differ from that
-    save's after a load, with and without such files of the previous save."""
+def replaced_case(folder: str) -> tuple[bool, list[str], list[str], list[str]]:
+    """Return whether a load refuses tensors of other shapes; the outer optimizer's files that remain after a save
+    without one, and where weights differ from that save's after a load, with and without older files."""
     job = snapshots.job_of("fp32")
     outer, plain = training.placed("NII", 1, **{KEY: {"steps": 2}}), training.placed("NII", 1)
     engine, model = training.make_trained(job, outer, 3)
     engine.save_checkpoint(folder, "tag")
-    engine.destroy()
     old = sorted(Path(folder, "tag").glob("outer_rank_*.pt"))
     own = old[dist.get_rank()]
     shutil.copy(own, f"{folder}/{own.name}")
+    Path(folder, "tag", RECORD).unlink(missing_ok=True)
+    content = torch.load(own, weights_only=False)
+    torch.save(content | {"weights": {number: it[:1] for number, it in content["weights"].items()}}, own)
+    dist.barrier()
+    error = snapshots.error_of(engine.load_checkpoint, folder, "tag")
+    engine.destroy()
     engine, model = training.make_trained(job, plain)
     engine.save_checkpoint(folder, "tag")
     saved = _weights(engine, model)
@@ -391,8 +397,8 @@ def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
             differ[-1].append("not said")
         engine.destroy()
         dist.barrier()
-    return remaining, differ[0], differ[1]
+    return "rank_00.pt: weights.0 has the shape [1], expected [" in error, remaining, differ[0], differ[1]
 
 
 def test_a_save_without_outer_states_removes_their_files(ranks: Any, tmp_path: Any) -> None:
-    assert ranks(2).run(replaced_case, str(tmp_path)) == [([], [], [])] * 2
+    assert ranks(2).run(replaced_case, str(tmp_path)) == [(True, [], [], [])] * 2
