@@ -9,8 +9,10 @@ script has passed to ``torch.serialization.add_safe_globals``.
 
 import argparse
 import builtins
+import datetime
 import functools
 import os
+import pathlib
 import pickle
 import re
 import threading
@@ -36,6 +38,8 @@ _DEEPSPEED = (
 )
 _BUILTINS = ("int", "float", "bool", "str", "bytes", "list", "dict", "tuple", "frozenset", "slice", "range")
 _CONTAINERS = (*(getattr(builtins, name) for name in _BUILTINS), argparse.Namespace)
+_TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
 _REFUSED = re.compile(r"(?:GLOBAL |got <class '|got (?=\w+\.))([\w.]+)")  # in messages of torch
 _TORCH_ADVICE = "WeightsUnpickler error: "  # ends its general advice
 
@@ -54,7 +58,8 @@ def _listed() -> tuple[Any, ...]:
         for function, name in ((scalar, "scalar"), (array, "_reconstruct"))
     ]
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
-    return (*_DEEPSPEED, *_CONTAINERS, np.ndarray, np.dtype, *dtypes, *functions)
+    paths = [(kind, f"{module}.{kind.__name__}") for module in ("pathlib", "pathlib._local") for kind in _PATHS]
+    return (*_DEEPSPEED, *_CONTAINERS, *_TIMES, *paths, np.ndarray, np.dtype, *dtypes, *functions)
 
 
 def is_trusted() -> bool:
