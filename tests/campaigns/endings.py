@@ -213,7 +213,6 @@ def _delay(optimizer: Any, seconds: float, killed: bool) -> None:
 
 
 def _end_early(case: Case, rank: int) -> None:
-    """End a run during its last step."""
     if case.kind == "interrupted":
         _signal_later(signal.SIGINT, case.moment)
     elif case.kind == "killed" and rank == 1:

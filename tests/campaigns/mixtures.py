@@ -226,7 +226,6 @@ class Run(NamedTuple):
 
 
 def run(name: str, trial: str, zero: dict[str, Any], autoep: bool) -> Run:
-    """Train a mixture for some steps on this rank's batches."""
     import deepspeed
     import torch
     import transformers

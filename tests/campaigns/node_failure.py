@@ -99,7 +99,6 @@ class Run:
                 file.write(json.dumps({"event": event, "time": time.time(), "ranks": self._ranks, **fields}) + "\n")
 
     def run(self) -> None:
-        """Continue from the last checkpoint to the end."""
         checkpoints = self._folder / "checkpoints"
         if checkpoints.exists():
             self.engine.load_checkpoint(checkpoints)

@@ -161,7 +161,6 @@ class Mixtures(nn.Module):
         return out
 
     def apply_layer(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """As the subclass says."""
         if self.checkpointing is not None:
             out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.checkpointing)
         else:

@@ -82,7 +82,6 @@ class Run:
         self._data, self._numbers = training.batches(job), count()
 
     def save(self, tag: str) -> None:
-        """Save, and return at once."""
         self.engine.save_checkpoint(self.folder, tag, {"tag": tag})
 
     def around_a_load(self) -> None:
@@ -94,7 +93,6 @@ class Run:
         self.step()
 
     def try_to(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a function, and record its error."""
         message = snapshots.error_of(act, *args, **kwargs)
         if message:
             self.raised.append(message.replace(self.folder, ""))

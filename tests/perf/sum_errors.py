@@ -46,7 +46,6 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {"ordered": sum_parts, "ring": rin
 
 
 def rows_of(elements: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each number of ranks, kind of gradients, and sum."""
     for ranks in RANKS:
         for kind, share in SIGNAL.items():
             generator = torch.Generator().manual_seed(ranks)

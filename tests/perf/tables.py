@@ -29,7 +29,6 @@ CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
 
 
 def pipelines() -> Table:
-    """Return seconds of a step with and without a pipeline, and what a rank receives."""
     rows = {(row.method, row.mbit): row for row in read("pipelines.csv")}
     (slow, fast), lines = settings.PIPELINE["4x2-pipeline"].mbit, []
     for name in (name for name, mbit in rows if mbit == fast):
@@ -70,7 +69,6 @@ def kernels() -> Table:
 
 
 def long_training() -> Table:
-    """Return where runs of the long study ended, from their files."""
     study = studies.STUDIES["long"]
     return studies.table(study, studies.rows_of(study, studies.read_runs(study)))
 
@@ -87,7 +85,6 @@ def lossless() -> Table:
 
 
 def growth() -> Table:
-    """Return counts and seconds of one of 64 and of 16,384 ranks."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for row in (row for row in read_rows(RESULTS / "growth.csv") if not row.get("modules")):
         at = row["ranks"], stage_name(row["method"])
@@ -219,7 +216,6 @@ _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end 
 
 
 def written(page: str) -> str:
-    """Return the text of a page with its tables."""
     return _TABLE.sub(lambda match: match[1] + markdown(TABLES[match["name"]]()), page)
 
 

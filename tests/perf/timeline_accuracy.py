@@ -104,11 +104,7 @@ def main() -> None:
         print(f"{campaign}, {'plain stages' if plain else 'strategies'}, seconds: {values}")
     print(f"\nfitted to {sum(map(is_calibration, predicted))} rows, which are left out of what follows\n")
     seconds = [(case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting])) for case in predicted]
-    errors = [
-        (case, predicted_seconds / case.row.median - 1)
-        for case, predicted_seconds in seconds
-        if not is_calibration(case)
-    ]
+    errors = [(case, expected / case.row.median - 1) for case, expected in seconds if not is_calibration(case)]
     print(table("Mbit/s", timeline.kind, errors))
     methods = lambda case: "plain stages" if case.plain else f"strategies{case.sent.label}"  # noqa: E731
     print(table("methods", lambda case: f"{methods(case)}, {timeline.kind(case)}", errors))

@@ -115,7 +115,6 @@ def go_on_elsewhere(run: Run, value: Any, universal: bool) -> None:
 
 
 def look(run: Run, value: int) -> None:
-    """Gather some parameters and look at them."""
     parameters = list(run.model.parameters())
     subset = list({id(p): p for p in (parameters[value % len(parameters)], parameters[-1])}.values())
     with deepspeed.zero.GatheredParameters(subset):
@@ -164,13 +163,11 @@ def training_size(param: Any) -> int:
 
 
 def change_rate(run: Run, value: float) -> None:
-    """Change the learning rates, as a scheduler of one's own does."""
     for group in run.engine.optimizer.param_groups:
         group["lr"] *= value
 
 
 def read_states(run: Run, value: int) -> None:
-    """Read a parameter's weights and moments, whole."""
     trained = [p for p in run.model.parameters() if p.requires_grad and training_size(p)]
     if trained and run.stepped:
         param = trained[value % len(trained)]
@@ -208,7 +205,6 @@ def export(run: Run, value: Any) -> None:
 
 
 def second_engine(run: Run, value: Any) -> None:
-    """Train another model for a step, in an engine of its own."""
     engine, _ = run.make_engine({})
     data = training.batches(run.job)
     for _ in range(run.job.accumulation):
@@ -220,7 +216,6 @@ def second_engine(run: Run, value: Any) -> None:
 
 
 def restart(run: Run, value: Any) -> None:
-    """Begin anew, with the first weights."""
     run.make_anew()
 
 

@@ -109,7 +109,6 @@ def _without_events(case: Case) -> Case | None:
 
 
 def _refused(case: Case, error: Exception) -> Verdict:
-    """Return the errors that only our run raises."""
     messages = f"{type(error).__name__}: {error}"
     # After two backwards for one forward, stock may raise the same; otherwise its exception may differ.
     for provided in (case, oracles.as_stock_runs_it(case, case.stage)):
@@ -123,7 +122,6 @@ def _refused(case: Case, error: Exception) -> Verdict:
 
 
 def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
-    """Return the problems that need no oracle."""
     if not ours.replicas_equal:
         yield "replicas differ"
     if not torch.isfinite(ours.weights).all():
@@ -144,7 +142,6 @@ def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:
 
 
 def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
-    """Return the differences above rounding."""
     if (ours.scales, ours.applied) != (stock.scales, stock.applied):
         yield f"steps: {ours.applied} at scales {ours.scales}, stock {stock.applied} at {stock.scales}"
         return

@@ -98,7 +98,6 @@ def _resumed(case: PipeCase, pipe: Pipe, keys: dict[str, Any], ours: Trained) ->
 
 
 def _apart(case: PipeCase, pipe: Pipe, ours: Trained, stock: Trained) -> Iterator[str]:
-    """Return the differences above rounding."""
     apart = pipelines.apart(case.strategy, ours, stock)
     # Losses are summed over stages, and learning rates are larger there.
     bounds = (2 * WEIGHTS[pipe.dtype], 2 * LOSSES[pipe.dtype], 2 * MOMENTS[pipe.dtype])

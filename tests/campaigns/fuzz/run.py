@@ -108,13 +108,11 @@ class Run:
         gc.collect()
 
     def set_calls(self, model: nn.Module, calls: int) -> None:
-        """Say which experts are used."""
         for module in model.modules():
             if isinstance(module, Choosing | Packed):
                 module.calls = calls
 
     def step(self, step: Step) -> None:
-        """All micro-steps of an optimizer step, and itself."""
         case, engine = self.case, self.engine
         count = step.micro_steps or case.accumulation
         with engine.coalesce_grad_reduction() if case.boundary == "coalesce" else contextlib.nullcontext():

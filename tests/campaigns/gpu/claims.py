@@ -51,7 +51,6 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
 
 
 def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
-    """Return the README's sentence on these verdicts, without the full stop."""
     date, counts = about["date"][:10], Counter(item.kind for item in found)
     remaining = [(counts[FAILS], "failed"), (counts[OPEN], "inconclusive")]
     rest = "".join(f", {count} {outcome}" for count, outcome in remaining if count)

@@ -26,7 +26,6 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def pause(setup: Any, milliseconds: float) -> None:
-    """Make the current stream sleep."""
     if setup.cuda:
         torch.cuda._sleep(int(milliseconds * CYCLES))
 

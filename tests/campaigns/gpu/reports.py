@@ -98,7 +98,6 @@ def _reported(setup: Any, name: str) -> None:
 
 
 def _measured(setup: Any) -> None:
-    """Measure the links for the predictions, as users do."""
     with shared_folder() as folder:
         _tell(setup, [*training_of(folder, SECTIONS["NIG"], TRAINED, links=None), *_faults(folder, "NIG")])
         if dist.get_rank() == 0:
@@ -174,7 +173,6 @@ def _report_in(folder: str) -> dict[str, Any]:
 
 
 def _doctor(setup: Any) -> None:
-    """Run the doctor on ranks that are connected through gloo already."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_port()))
     skipped = (KERNELS, *(BETWEEN_PAIRS if setup.cuda else ()), *(("links", BETWEEN_PAIRS[0]) if setup.small else ()))
     level = logger.level
@@ -209,7 +207,6 @@ def _kernels(setup: Any) -> None:
 
 
 def _said_by_command(setup: Any, skipped: Sequence[str]) -> dict[str, Any] | None:
-    """Return the document of the doctor's command; None if there is none."""
     with shared_folder() as folder:
         document = Path(folder, "doctor.json")
         command = [sys.executable, "-m", "deepspeed_ext", "doctor", "--json", str(document)]

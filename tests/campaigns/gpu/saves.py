@@ -206,7 +206,6 @@ def _in_memory(setup: Any, name: str, node: int) -> None:
 
 
 def _resumed(setup: Any, row: tuple[str, dict[str, Any], str]) -> None:
-    """Resume from a save that was written while training continued."""
     name, zero, optimizer = row
     job = snapshots.job_of("bf16", zero, optimizer, **saves.ASIDE, **WITHOUT_TIMER)
 

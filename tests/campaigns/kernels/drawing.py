@@ -125,7 +125,6 @@ def _kinds(shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
 
 
 def garbage(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the initial content of an output."""
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=torch.uint8)
     return torch.full(shape, 777.0, dtype=dtype)

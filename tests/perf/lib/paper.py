@@ -100,7 +100,6 @@ def emulated_ratios(rows: Iterable[Row]) -> Ratios:
 
 
 def comparable(found: Ratios) -> list[tuple[float, float]]:
-    """Return ratios, each with the published one."""
     return [(ratio, nearest(ratio, values)) for ratio, values in zip(found, CLAIMS.values(), strict=True) if ratio]
 
 
@@ -157,7 +156,6 @@ def table() -> Table:
 
 
 def rates() -> Table:
-    """Return misses, and the order of ratios, at each rate and emulated."""
     columns, lines = {f"{gbps} Gbit/s": predicted_ratios(gbps) for gbps in GBPS}, []
     for name, found in {**columns, "emulated": emulated_ratios(read(FILE))}.items():
         apart, (ours, theirs) = misses(found), zip(*comparable(found), strict=True)

@@ -410,7 +410,6 @@ class Ours(Engine):
 
     @staticmethod
     def keys(workload: Workload, zero: dict[str, Any]) -> dict[str, Any]:
-        """Return the keys of a strategy with those that all strategies have here."""
         replicated = parse_strategy(zero["paro_strategy"]).p == Placement.N
         return {
             **dict.fromkeys(BUCKETS, workload.bucket),

@@ -43,7 +43,6 @@ PEERS = ("ZeRO-3", "III")  # III is HSDP
 
 
 def speeds(plans: Plan, names: Iterable[str]) -> dict[str, tuple[float, Prediction]]:
-    """Return the speed of these methods relative to plain ZeRO-3, and their predictions."""
     by_name = {prediction.name: prediction for prediction in (*plans.predictions, *plans.plain)}
     return {name: (by_name["ZeRO-3"].total_seconds / by_name[name].total_seconds, by_name[name]) for name in names}
 

@@ -231,12 +231,8 @@ def speed(row: Row, other: Row) -> Ratio:
 
 def slower(rows: Sequence[Row], stock: str, least: dict[str, float]) -> list[str]:
     """Return the methods of a setting that miss their required speed relative to ``stock``, if both were measured."""
-    rows_by_method = {row.method: row for row in rows}
-    speeds = {
-        name: speed(rows_by_method[name], rows_by_method[stock])
-        for name in least
-        if {name, stock} <= set(rows_by_method)
-    }
+    by_method = {row.method: row for row in rows}
+    speeds = {name: speed(by_method[name], by_method[stock]) for name in least if {name, stock} <= set(by_method)}
     return [
         f"{name} is {ratio.value:.2f} times as fast as {stock} ({ratio.low:.2f} to {ratio.high:.2f}), "
         f"not {least[name]:g}"

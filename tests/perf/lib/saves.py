@@ -104,7 +104,6 @@ class SavesMeasurement(Measurement):
         return list(self._rows.values())
 
     def _measure(self, number: int, base: str) -> None:
-        """Make an engine, and give each way to save its turns."""
         self.turns.limit(None)
         self.pauses.forward = self.pauses.backward = 0.0
         trained = self._make(base)
@@ -143,7 +142,6 @@ class SavesMeasurement(Measurement):
         return Engine(workload, base, {"stage": int(base[-1])}, lean=base == "ZeRO-3")
 
     def list_of(self, row: Row, name: str) -> list[float]:
-        """Return the values that are to be summarized in columns of this name."""
         return self._lists[id(row)][name]
 
     def batches(self, step: int) -> list[Batch]:
@@ -190,7 +188,6 @@ class SavesMeasurement(Measurement):
 
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
-        """Return methods whose host buffers do not have the size of the formula."""
         due = {row.method: cls.buffers(cls.settings[row.setting], row.method) for row in rows}
         return [
             f"{row.method} has {row.more['buffer_bytes']:,.0f} bytes of host buffers, not {due[row.method]:,.0f}"
@@ -281,7 +278,6 @@ class _Saver:
         give_back_memory()
 
     def end(self) -> None:
-        """Give the host buffers back, and end the process groups of the writer."""
         engine = self._trained.engine
         if self._aside is not None:
             vars(self._aside).pop("before_step")

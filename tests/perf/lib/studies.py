@@ -252,7 +252,6 @@ class Run:
 
     @property
     def final_held_out(self) -> float:
-        """Return the loss on held-out text after the last step."""
         return self.held_out[str(self.steps)]
 
     def write(self, folder: Path) -> None:
@@ -280,7 +279,6 @@ class Run:
 
 
 def read_runs(study: Study) -> list[Run]:
-    """Return the runs in a study's folder, by seed and in the order of the methods."""
     runs = [Run.read(path) for path in study.folder.glob("*.json")]
     order = list(study.methods)
     return sorted(runs, key=lambda run: (run.seed, order.index(run.method)))

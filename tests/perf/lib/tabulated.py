@@ -193,12 +193,10 @@ def overlap_against(rows: Sequence[Row]) -> Table:
     header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "within 10 %"]
     lines = []
     for name, ratio in ((name, ratio) for name in OVERLAP for ratio in RATIOS):
-        rows_by_method = {
-            row.method: row for row in rows if (row.setting, row.more["wire_of_compute"]) == (name, ratio)
-        }
-        ours = [row for method, row in rows_by_method.items() if method in STRATEGIES]
+        by_method = {row.method: row for row in rows if (row.setting, row.more["wire_of_compute"]) == (name, ratio)}
+        ours = [row for method, row in by_method.items() if method in STRATEGIES]
         line = [name, f"{ratio:g}"]
-        for peer in (rows_by_method.get(method) for method in OVERLAP_PEERS):
+        for peer in (by_method.get(method) for method in OVERLAP_PEERS):
             rivals = [row for row in ours if peer is not None and row.memory <= NOISE * peer.memory]
             line.append(f"{speed(min(rivals, key=lambda row: row.median), peer).value:.2f}" if rivals else "")
         planned = [row for row in ours if row.predicted is not None]
@@ -214,7 +212,6 @@ def overlap_against(rows: Sequence[Row]) -> Table:
 
 
 def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
-    """Return seconds of a step of each method and rate, the exposed part, kB of a step, and MB per rank."""
     rows_by_key = {(row.setting, row.method): row for row in rows}
     cases = [case for case in OUTER.values() if case.ranks_per_node == ranks_per_node]
     lines = []

@@ -58,7 +58,6 @@ def test_files_match_synchronous_saves(ranks: Any, tmp_path: Path, row: tuple[An
 
 
 def twins_case(folder: str, name: str, model: str, dtype: str, zero: dict[str, Any], optimizer: str) -> Any:
-    """Compare the files of two runs that save everywhere; see ``saves.py``."""
     if model.startswith("pipeline"):
         experts = 2 if model.endswith("experts") else 0
         pipe = pipelines.Pipe(dtype=dtype, optimizer=optimizer, experts=experts, config=saves.ASIDE)
@@ -299,7 +298,6 @@ def test_a_save_outlives_the_process_groups(ranks: Any, tmp_path: Path) -> None:
 
 
 def outliving_case(folder: str) -> str:
-    """Return the tag in ``latest`` after a save whose process groups were destroyed."""
     engine, _ = training.make_engine(snapshots.job_of(**saves.ASIDE), placed("NIG", 1))
     engine.save_checkpoint(folder, "1")
     deepspeed.comm.destroy_process_group()

@@ -42,7 +42,6 @@ def begin(name: str, group_size: int = 2) -> tuple[Any, Any, Any]:
 
 
 def save_case(folder: str, name: str) -> None:
-    """Take three steps, save, and store a snapshot of the states next to the checkpoint."""
     job, engine, model = begin(name)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
@@ -111,7 +110,6 @@ def test_a_failed_conversion_raises_and_leaves_no_files(ranks: Any, tmp_path: Pa
 
 
 def failing_case(folder: str) -> tuple[str, bool, list[str]]:
-    """Return the error, whether a weight or state has changed, and the names in the folder."""
     job, engine, model = begin("NIG")
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     before = snapshots.snapshot(engine, model, job)

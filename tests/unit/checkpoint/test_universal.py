@@ -33,7 +33,6 @@ SUB_GROUPS = {"reduce_bucket_size": 300, **ONE_SUB_GROUP}
 def save_case(
     name: str, folder: str, dtype: str, group_size: int = 2, kind: str = "Adam", zero: Any = None, convert: bool = True
 ) -> None:
-    """Train, save, convert, and store a snapshot of the saved states."""
     job = job_of_kind(kind, dtype)
     job = replace(job, zero={**job.zero, **(zero or {})})
     engine, model = training.make_engine(job, placed(name, group_size))
@@ -56,7 +55,6 @@ def load_case(
     zero: dict[str, Any] | None = None,
     config: dict[str, Any] = UNIVERSAL,
 ) -> dict[str, float]:
-    """Load with another strategy, and return differences from the saved states."""
     job = job_of_kind(kind, dtype, **config)
     job = replace(job, zero={**job.zero, **(zero or {})})
     saved, loaded = pair

@@ -298,9 +298,7 @@ def test_a_model_is_counted(plan: Plan, refused: Plan, monkeypatch: pytest.Monke
     assert str(failed.value.__cause__) == "no such layer"
 
 
-def test_what_the_report_takes_is_not_dropped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_of_a_report_are_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--ranks", "--group-size"):
         monkeypatch.setattr(sys, "argv", ["deepspeed_ext", option, "4", "plan", *SEVEN])
         with pytest.raises(SystemExit):

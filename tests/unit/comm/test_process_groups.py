@@ -88,7 +88,6 @@ def test_cyclic_rank_placement_is_warned_about_once(ranks: Any) -> None:
 
 
 def placement_case() -> tuple[list[str], list[str]]:
-    """Return the warnings if hosts have consecutive ranks, and if they do not."""
     warnings = []
     for hosts in ("aabb", "abab"):
         with mock.patch.object(socket, "gethostname", lambda hosts=hosts: hosts[dist.get_rank()]), logged() as lines:
@@ -159,7 +158,6 @@ def test_groups_inherit_the_timeout_of_their_parent(ranks: Any) -> None:
 
 
 def timeout_case() -> list[float]:
-    """Return the timeouts, in seconds, of a data-parallel group and of the groups inside it."""
     topology = get_topology(torch.distributed.new_group(list(range(4)), timeout=timedelta(seconds=77)), 2, alone=True)
     groups = (topology.world, topology.intra, topology.inter, topology.alone)
     return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]

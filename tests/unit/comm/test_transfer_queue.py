@@ -19,6 +19,7 @@ from deepspeed_ext.comm import worker_thread
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.comm.worker_thread import WorkerThread
 from tests.harness.stream_order import Order, Stream, device_with_streams
+from tests.harness.tiers import with_cases
 from tests.harness.transfers import Handle
 
 pytestmark = pytest.mark.quick
@@ -162,41 +163,26 @@ def test_idle_thread_ends_and_frees_its_jobs() -> None:
     assert not jobs._accepts_jobs and jobs.join()
 
 
-def test_overlapped_transfers_are_one_hop_apart() -> None:
-    log: list[str] = []
-    queue = TransferQueue(overlap=True)
-    for name in "ab":
-        queue.submit(transfer(log, name), ignore)
-    queue.drain()
+@with_cases(
+    "names, overlap, newest_first, expected",
+    ("ab", False, False, "start a1|wait a1|start a2|wait a2|done a|start b1|wait b1|start b2|wait b2|done b"),
     # The first hop of b is on the wire together with the second of a.
-    assert log == [
-        *("start a1", "start b1", "wait a1", "start a2", "wait a2", "done a"),
-        *("wait b1", "start b2", "wait b2", "done b"),
-    ]
-
-
-def test_newest_first_overlaps_earlier_transfers() -> None:
-    log: list[str] = []
-    queue = TransferQueue(overlap=True, newest_first=True)
-    for name in "abc":
-        queue.submit(transfer(log, name), ignore)
-    queue.drain()
+    ("ab", True, False, "start a1|start b1|wait a1|start a2|wait a2|done a|wait b1|start b2|wait b2|done b"),
     # What b does between its hops has the second hop of a, and the first of c, on the wire.
-    assert log == [
-        *("start a1", "start b1", "wait a1", "start a2"),
-        *("start c1", "wait b1", "start b2", "wait a2", "done a"),
-        *("wait c1", "start c2", "wait b2", "done b", "wait c2", "done c"),
-    ]
-
-
-def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
+    (
+        *("abc", True, True),
+        "start a1|start b1|wait a1|start a2|start c1|wait b1|start b2|wait a2|done a|wait c1|start c2|wait b2|done b|"
+        "wait c2|done c",
+    ),
+)
+def test_hops_of_transfers_overlap(names: str, overlap: bool, newest_first: bool, expected: str) -> None:
     log: list[str] = []
-    queue = TransferQueue(overlap=False)
-    for name in "ab":
+    queue = TransferQueue(overlap=overlap, newest_first=newest_first)
+    for name in names:
         queue.submit(transfer(log, name), ignore)
-    assert log == [
-        f"{event}" for n in "ab" for event in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
-    ]
+    if overlap:
+        queue.drain()
+    assert "|".join(log) == expected
 
 
 def test_transfer_advances_only_when_finished() -> None:

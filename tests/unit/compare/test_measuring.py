@@ -81,7 +81,6 @@ def configured_case(report: str, config: dict[str, Any]) -> tuple[dict[str, Any]
 
 
 def two_engines_case(report: str) -> int:
-    """Return how many steps the second engine has taken when the first has taken all that are measured."""
     with launched(RunSpec(STEPS, WARM_UP, report)), contextlib.suppress(SystemExit):
         first, other = (make_engine(Job(), {"stage": 1})[0] for _ in range(2))
         data = training.batches(Job())

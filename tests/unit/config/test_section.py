@@ -118,8 +118,6 @@ def test_a_stage_left_out_is_warned_of_if_the_model_is_whole(ranks: Any) -> None
 
 
 def warnings_case() -> list[list[str]]:
-    """Warnings of engines about zero.Init."""
-
     def warnings_of(zero_init: str | None, **zero: Any) -> list[str]:
         with logs.logged() as lines:
             engine, _ = training.make_engine(training.Job(empty=False, zero_init=zero_init), zero)
@@ -184,7 +182,6 @@ def test_engines_and_zero_init_cut_for_mics(ranks: Any, tmp_path: Path) -> None:
 
 
 def mics_shards_case(zero_init: bool, ds_config: dict[str, Any], path: str) -> list[tuple[int, int]]:
-    """Return ranks and elements of shards in an engine."""
     with deepspeed.zero.Init(config_dict_or_path=path, enabled=zero_init):
         model = torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False), torch.nn.Linear(6, 6, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

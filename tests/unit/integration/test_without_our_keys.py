@@ -160,7 +160,6 @@ def without_us() -> Iterator[None]:
 
 
 def same(left: Any, other: Any) -> bool:
-    """Whether two nested values are equal to the bit."""
     if isinstance(left, torch.Tensor):
         return torch.equal(left, other)
     if isinstance(left, dict):

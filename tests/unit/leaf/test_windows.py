@@ -52,7 +52,6 @@ def make_model(name: str, implementation: str = "eager") -> Any:
 def train(
     name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
-    """Train two steps, each rank with its own tokens; return losses, full weights, and the result of ``look``."""
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ

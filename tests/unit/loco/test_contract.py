@@ -61,13 +61,11 @@ class Sender:
         return arrived
 
     def kept(self, width: int) -> Tensor:
-        """Return the error in fp32."""
         if self.error is None:
             return torch.zeros(1, width)
         return reference.decode_error(self.error, width, self.packing.block_size, self.options.get("hadamard", False))
 
     def steps(self, width: int) -> Tensor:
-        """Return S of each element."""
         scales = self.packing.scales(self.wire, width).float()
         return scales.repeat_interleave(self.packing.block_size, dim=1)[:, :width]
 

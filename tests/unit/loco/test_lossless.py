@@ -41,7 +41,6 @@ def parameters(kind: str, width: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def packed(updated: Tensor, replica: Tensor, spare: int = 0) -> Tensor:
-    """Return the packed row, followed by spare bytes."""
     header, size = lossless.header_of(ops.measure(updated, replica))
     wire = torch.full((1, int(size) + spare), 7, dtype=torch.uint8)
     ops.pack(updated, replica, header, wire)

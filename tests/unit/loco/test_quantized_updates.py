@@ -65,7 +65,6 @@ class Seen(NamedTuple):
 
 @contextlib.contextmanager
 def differences(sent: list[Sent]) -> Iterator[None]:
-    """Record the differences that are sent."""
     difference = ops.difference
 
     def noting(updated: Any, replica: Any, wire: Any, packing: Any) -> None:

@@ -151,7 +151,6 @@ def offload_case(name: str) -> tuple[float, list[tuple[str, bool]]]:
 
 
 def options_case() -> list[tuple[str, float, float, bool]]:
-    """Return the configured values, and the differences of norms and weights to stock."""
     rows, stocks = [], dict[str, Any]()
     skipped = [(1, 1), (4, 0), (4, 2), (7, 1)]
     for case, names, more, loco, job in (
@@ -200,7 +199,6 @@ def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
 
 
 def lines_case() -> list[list[str]]:
-    """Return log lines about LoCo and updates, with two groups and with one."""
     said = []
     keys: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
     for name, size in (("IIG", 2), ("III", 2), ("NIG", 4)):

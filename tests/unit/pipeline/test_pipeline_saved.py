@@ -93,7 +93,6 @@ def other_stages_case(folder: str, saved: str, loaded: str, stages: int = 0) -> 
 
 
 def full_states(engine: Any) -> dict[str, Any]:
-    """Return weights and moments of all stages, in fp32, by name."""
     own_states = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:

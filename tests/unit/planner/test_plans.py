@@ -39,9 +39,7 @@ def test_bytes_and_memory_are_those_of_the_formulas(name: str, n: int, m: int, s
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("n, m, ep, groups", [(64, 8, 4, (16, 2)), (64, 8, 16, (4, 1)), (8, 8, 8, (1, 1))])
-def test_experts_are_counted_among_the_ranks_that_have_them(
-    name: str, n: int, m: int, ep: int, groups: tuple[int, int]
-) -> None:
+def test_experts_count_among_their_ranks(name: str, n: int, m: int, ep: int, groups: tuple[int, int]) -> None:
     row, cluster, own = STRATEGIES[name], GroupSizes(n, m), ModelStates.of(3 * 10**8)
     assert cluster.of_experts(ep) == GroupSizes(*groups)
     rates = Rates.of_links(cluster, m, 100, 10)

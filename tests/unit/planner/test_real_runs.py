@@ -34,7 +34,6 @@ def test_files_are_those_of_real_saves(ranks: Any, kernels: bool, tmp_path: Path
 
 
 def saved(name: str, folder: str) -> tuple[int, int]:
-    """Train a strategy and save it; return the numbers of trained parameters and of all."""
     job = training.Job(sizes=(512, 1023, 1024, 600), empty=False, optimizer="AdamW", frozen=(1,), dtype="bf16")
     loco = {} if name == "NNN" else {"zeropp_loco_param": {}}
     engine, model = training.make_trained(job, training.placed(name, 2, **loco))

@@ -282,7 +282,6 @@ def test_records_and_traces_name_each_hop(ranks: Any) -> None:
 
 
 def logger_case() -> tuple[set[str], set[str]]:
-    """Train a step of NIG with collectives; return records in DeepSpeed's comms logger and labels in a trace."""
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
     with mock.patch.object(collectives, "backend_of", lambda group: "nccl"), torch.profiler.profile() as profile:
         training.train(job, {"paro_strategy": "NIG", "paro_group_size": 2})

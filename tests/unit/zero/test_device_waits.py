@@ -163,7 +163,6 @@ def test_updates_are_sent_in_the_order_of_the_model(ranks: Any) -> None:
 
 
 def updates_case() -> list[int]:
-    """Return the smallest ds_id of each bucket of updates, in the order in which they are sent."""
     job = Job(sizes=(16,) * 7, empty=False, groups=2, zero={**SMALL, "stage3_prefetch_bucket_size": 600})
     sent: list[int] = []
     gather_g_to_i_in_place = ParameterRedistribution.gather_g_to_i_in_place
@@ -214,7 +213,6 @@ def test_offloaded_optimizers_send_updates_during_the_step(ranks: Any) -> None:
 
 
 def early_case() -> list[str]:
-    """Return steps of sub-groups and gathers of windows, in order."""
     log: list[str] = []
     step, gather_g_to_i_in_place = Stage3Optimizer._optimizer_step, ParameterRedistribution.gather_g_to_i_in_place
 

@@ -30,7 +30,6 @@ def rows(tier: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind, name, strategies", [*rows("first"), *rows("deep")])
 def test_parity(ranks: Any, kind: str, name: str, strategies: tuple[str, ...]) -> None:
-    """Strategies match stock with the options of a row."""
     row = parity_table.named_row(kind, name)
     world = parity_table.merge_changes(kind, row)["world"]
     training.check(ranks(world).run(compared, kind, row, strategies)[0], **parity_table.bounds(row))

@@ -249,7 +249,6 @@ def test_incomplete_gradients_cannot_be_read(ranks: Any) -> None:
 
 
 def unfinished_case(name: str) -> list[str]:
-    """Return the errors of safe_get_full_grad after the first and after the last of two micro-steps."""
     job = training.Job(accumulation=2)
     engine, model, data = training.begin(job, placed(name))
     errors = []
