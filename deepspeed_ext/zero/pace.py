@@ -86,7 +86,7 @@ def find_numbers(file: Decisions, inputs: dict[str, Any]) -> str:
     entry = file.find(inputs)
     if entry is None:
         return ""
-    numbers = entry["plan"].get(MICRO_BATCHES) if isinstance(entry["plan"], dict) else None
+    numbers: Any = entry["plan"].get(MICRO_BATCHES) if isinstance(entry["plan"], dict) else None
     groups = inputs["ranks"] // inputs["group_size"]
     total = inputs["accumulation"] * groups
     are_integers = isinstance(numbers, list) and all(type(number) is int and number > 0 for number in numbers)
