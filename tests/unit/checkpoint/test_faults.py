@@ -32,7 +32,7 @@ from tests.harness.logs import logged
 from tests.harness.snapshots import SHARD, error_of
 from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, placed
-from tests.harness.verification import Payload, check_verification, flip
+from tests.harness.verification import Payload, check_each_of, check_verification, flip
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads; ``SHARD`` is another.
 MODULE = {"NIG": "mp_rank_00_model_states.pt", "III": "zero_pp_rank_1_mp_rank_00_model_states.pt"}
@@ -130,6 +130,11 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
     changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
     engine.load_checkpoint(folder, tag=tag)
     return messages, changed, snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+
+
+@pytest.mark.deep
+def test_each_of_a_thousand_damaged_files_is_named(tmp_path: Path) -> None:
+    check_each_of(tmp_path, 1000)
 
 
 # (saved by; loaded by, keys then; what the error says)
