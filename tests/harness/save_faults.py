@@ -10,12 +10,13 @@ of the weights and states of each saved step, which a load of it, and the same s
 import hashlib
 import itertools
 import os
+import pkgutil
 import random
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,16 +161,17 @@ def victim(fault: Fault) -> Path:
     return tag if fault.kind == "renamed tag" else random.Random(fault.seed).choice(files)
 
 
-def _flip(path: Path, chance: random.Random) -> None:
-    from tests.harness.verification import flip
+def flip(path: Path, chance: random.Random | None = None) -> None:
+    """Flip a bit of a file, in the middle or at a random place."""
+    content = bytearray(path.read_bytes())
+    place, bit = (chance.randrange(len(content)), chance.randrange(8)) if chance else (len(content) // 2, 0)
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
 
-    flip(path, chance)
 
-
-def _truncate(path: Path, chance: random.Random) -> None:
-    from tests.harness.verification import truncate
-
-    truncate(path, chance)
+def truncate(path: Path, chance: random.Random) -> None:
+    """Remove some bytes at the end of a file."""
+    os.truncate(path, chance.randrange(path.stat().st_size))
 
 
 _ANY, _THREADS = (AT_ONCE, ASIDE, IN_MEMORY), (ASIDE, IN_MEMORY)
@@ -184,8 +186,8 @@ KINDS = {
     ),
     "SIGTERM": Kind(_sending(signal.SIGTERM), tuple(CALLS), ends=True),
     "clock jump": Kind(_jump, tuple(_DISK), _ANY),
-    "truncated file": Kind(_damaging(_truncate)),
-    "bit flip": Kind(_damaging(_flip)),
+    "truncated file": Kind(_damaging(truncate)),
+    "bit flip": Kind(_damaging(flip)),
     "renamed tag": Kind(_damaging(lambda path, _: path.rename(f"{path}_moved"))),
     "none": Kind(lambda *_: None),
 }
@@ -356,28 +358,30 @@ class Run:
 
 def _arm(fault: Fault, victims: Sequence[int], fired: list[bool]) -> None:
     """Let the fault happen in this process."""
-    kind = KINDS[fault.kind]
-
-    def at(_: str, number: int, act: Callable[[], Any]) -> Any:
-        is_own = not fired and number >= fault.number
-        if "writer" in fault.kind:
-            is_own &= threading.current_thread() is not threading.main_thread()
-        if not is_own:
-            return act()
-        fired.append(True)
-        if not fault.after:
+    kind, numbers = KINDS[fault.kind], itertools.count()
+    if not fault.call:
+        if kind.ends and os.fork() == 0:  # a thread would wait for what this process does
+            time.sleep(fault.seconds)
             kind.act(fault, victims)
-        result = act()
-        if fault.after:
+            os._exit(0)
+        return
+    owner, attribute = CALLS[fault.call]
+    location = pkgutil.resolve_name(owner)
+    original = getattr(location, attribute)
+
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        is_own = next(numbers) >= fault.number and not fired
+        if fault.kind == "killed writer":
+            is_own &= threading.current_thread() is not threading.main_thread()
+        fired.extend([True] * is_own)
+        if is_own and not fault.after:
+            kind.act(fault, victims)
+        result = original(*args, **kwargs)
+        if is_own and fault.after:
             kind.act(fault, victims)
         return result
 
-    if fault.call:
-        intercept({fault.call: CALLS[fault.call]}, at)
-    elif kind.ends and os.fork() == 0:  # a thread would wait for what this process does
-        time.sleep(fault.seconds)
-        kind.act(fault, victims)
-        os._exit(0)
+    mock.patch.object(location, attribute, intercepted).start()
 
 
 def _end(*_: Any) -> None:
@@ -386,23 +390,6 @@ def _end(*_: Any) -> None:
 
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     os._exit(128 + signal.SIGTERM)
-
-
-def intercept(calls: Mapping[str, tuple[str, str]], act: Callable[[str, int, Callable[[], Any]], Any]) -> None:
-    """Let ``act`` make each of these calls of this process, until ``mock.patch.stopall``. It receives the name, how
-    often it was called before, and the call. By name, ``calls`` has a module, or a class in one, and a name in it."""
-    import pkgutil
-
-    for name, (owner, attribute) in calls.items():
-        location: Any = pkgutil.resolve_name(owner)
-        original, numbers = getattr(location, attribute), itertools.count()
-
-        def intercepted(
-            *args: Any, name: str = name, original: Any = original, numbers: Any = numbers, **kwargs: Any
-        ) -> Any:
-            return act(name, next(numbers), lambda: original(*args, **kwargs))
-
-        mock.patch.object(location, attribute, intercepted).start()
 
 
 def _limit_collectives(base: str) -> None:

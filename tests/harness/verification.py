@@ -17,6 +17,7 @@ import pytest
 from deepspeed_ext.checkpoint import digests
 from deepspeed_ext.checkpoint.folder import RECORD, CheckpointError
 from deepspeed_ext.tools.main import main
+from tests.harness.save_faults import flip, truncate
 
 
 class Payload:
@@ -27,19 +28,6 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (f"{self.path}.ran",)
-
-
-def flip(path: Path, chance: random.Random | None = None) -> None:
-    """Flip a bit of a file, in the middle or at a random place."""
-    content = bytearray(path.read_bytes())
-    place, bit = (chance.randrange(len(content)), chance.randrange(8)) if chance else (len(content) // 2, 0)
-    content[place] ^= 1 << bit
-    path.write_bytes(content)
-
-
-def truncate(path: Path, chance: random.Random) -> None:
-    """Remove some bytes at the end of a file."""
-    os.truncate(path, chance.randrange(path.stat().st_size))
 
 
 def check_each_of(folder: Path, files: int) -> None:

@@ -27,12 +27,12 @@ from deepspeed_ext.zero import checkpoint_ranks
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from tests.harness import snapshots, training
 from tests.harness.logs import logged
-from tests.harness.save_faults import ASIDE, AT_ONCE, Fault
+from tests.harness.save_faults import ASIDE, AT_ONCE, Fault, flip
 from tests.harness.save_faults import run as run_fault
 from tests.harness.snapshots import SHARD, error_of
 from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, placed
-from tests.harness.verification import Payload, check_each_of, check_verification, flip
+from tests.harness.verification import Payload, check_each_of, check_verification
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads; ``SHARD`` is another.
 MODULE = {"NIG": "mp_rank_00_model_states.pt", "III": "zero_pp_rank_1_mp_rank_00_model_states.pt"}
