@@ -346,12 +346,14 @@ class Run:
         assert path.read_text() == digest, f"step {path.name} is not as it was"
 
     def _write(self, path: Path, text: str) -> None:
-        """Write a file on the first rank. Collective."""
+        """Write a file on the first rank, completely or not at all, by calls without faults. Collective."""
         from deepspeed import comm as dist
 
         dist.barrier()
         if dist.get_rank() == 0:
-            path.write_text(text)
+            with open(f"{path}.new", "w") as file:
+                file.write(text)
+            os.replace(file.name, path)
         dist.barrier()
 
 
