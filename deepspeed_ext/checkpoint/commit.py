@@ -69,7 +69,7 @@ class Commit:
             remove_memory_saves(self.memory_config, folder.save_dir)
 
     def _publish(self) -> None:
-        digests.collect(self.folder.staging)
+        digests.collect(self.folder.staging, self.folder)
         self.folder.publish()
 
     def plan_files(self, pending: Sequence[tuple[object, str, str]]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_ext.checkpoint.folder import RECORD, SIDECAR, CheckpointError, saved_files
+from deepspeed_ext.checkpoint.folder import RECORD, SIDECAR, CheckpointError, CheckpointFolder, saved_files
 from deepspeed_ext.checkpoint.owned_folder import sync
 from deepspeed_ext.checkpoint.trust import load_listed
 
@@ -72,7 +72,12 @@ def recording(path: str, rank: int) -> Iterator[None]:
             thread.join()
     size = os.path.getsize(path)
     digest = next((digest for count, digest in followed if count == size), None) or digest_of(path)
-    Path(path + SIDECAR).write_text(json.dumps(asdict(Entry(size, digest, rank))))
+    write_entry(path, Entry(size, digest, rank))
+
+
+def write_entry(path: str | os.PathLike[str], entry: Entry) -> None:
+    """Write a file's entry next to it."""
+    Path(f"{path}{SIDECAR}").write_text(json.dumps(asdict(entry)))
 
 
 def _follow(path: str, written: threading.Event) -> tuple[int, str]:
@@ -107,17 +112,27 @@ def written_digest(path: Path) -> str:
     return Entry(**json.loads(Path(f"{path}{SIDECAR}").read_text())).digest
 
 
-def collect(folder: Path) -> None:
-    """Replace the entries of a folder's files by one record."""
+def collect(folder: Path, target: CheckpointFolder | None = None) -> None:
+    """Replace the entries of a folder's files by one record.
+
+    Args:
+        target: the folder that it will replace, whose record keeps the entries of files that stay.
+    """
     sidecars = sorted(folder.rglob(f"*{SIDECAR}"))
-    files = {
-        str(sidecar.relative_to(folder)).removesuffix(SIDECAR): json.loads(sidecar.read_text()) for sidecar in sidecars
-    }
+    files = {} if target is None else _entries_of_others(target)
+    for sidecar in sidecars:
+        files[str(sidecar.relative_to(folder)).removesuffix(SIDECAR)] = json.loads(sidecar.read_text())
     record = folder / RECORD
     record.write_text(json.dumps({"version": _VERSION, "digest": _digest_of_entries(files), "files": files}, indent=1))
     sync(record)
     for sidecar in sidecars:
         sidecar.unlink()
+
+
+def _entries_of_others(target: CheckpointFolder) -> dict[str, dict[str, object]]:
+    with suppress(CheckpointError):  # the record is damaged
+        return {name: asdict(entry) for name, entry in read_record(target.path).items() if target.keeps(name)}
+    return {}
 
 
 def record_all(folder: Path) -> None:

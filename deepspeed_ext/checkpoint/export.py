@@ -19,8 +19,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+from deepspeed_ext.checkpoint import digests
 from deepspeed_ext.checkpoint.files import CheckpointFiles
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.folder import RECORD, SIDECAR, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
 from deepspeed_ext.checkpoint.owned_folder import new_token, sync
 from deepspeed_ext.checkpoint.weights import (
@@ -95,7 +96,8 @@ class Export:
             self._folder.clear()
 
     def _publish(self) -> None:
-        missing = [name for name in self._names if not (self._folder.staging / name).exists()]
+        files = [f"{name}{suffix}" for name in self._names for suffix in ("", SIDECAR)]
+        missing = [name for name in files if not (self._folder.staging / name).exists()]
         if missing:
             raise CheckpointError(
                 f"rank 0 does not see {missing[0]} in {self._folder.staging}, which another rank has written. Export "
@@ -103,8 +105,10 @@ class Export:
             )
         if len(self._names) > 1:
             index = self._folder.staging / INDEX
-            index.write_text(self._index)
-            sync(index)
+            with digests.recording(str(index), 0):
+                index.write_text(self._index)
+                sync(index)
+        digests.collect(self._folder.staging, self._folder)
         self._folder.publish()
 
 
@@ -160,7 +164,7 @@ def export_weights(
     count = _number_of_writers(writers, max_shard_bytes)
     _require_loaded_parameters(engine)
     files = divide_into_files(exported_weights(engine, dtype, exclude_frozen_parameters), max_shard_bytes, count)
-    target = CheckpointFolder(path.parent, path.name, NAMES)
+    target = CheckpointFolder(path.parent, path.name, (*NAMES, RECORD))
     target.set_token(broadcast_text(new_token(), 0))  # all writers must use the same staging folder
     run_on_first_or_raise(target.prepare, _ACTION, CheckpointError)
     if host_bytes is None:
@@ -204,7 +208,9 @@ def _gather_and_write(
 ) -> HostWriter:
     """Gather all weights, and pass this rank's to a writer thread; return the writer."""
     rank = dist.get_rank()
-    writer = run_on_all_or_raise(lambda: HostWriter(host_bytes), "no writer thread could be started", CheckpointError)
+    writer = run_on_all_or_raise(
+        lambda: HostWriter(host_bytes, rank), "no writer thread could be started", CheckpointError
+    )
     try:
         offsets = {}
         for file in files:

@@ -163,6 +163,10 @@ class CheckpointFolder:
     def _ignore_staged(self, folder: str, names: list[str]) -> set[str]:
         return {name for name in names if Path(folder) == self._target and os.path.lexists(self.staging / name)}
 
+    def keeps(self, name: str) -> bool:
+        """Return whether ``publish`` keeps this file of the old folder."""
+        return (self._target / name).is_file() and not self._ignore_replaced(str(self._target), [name])
+
     def update_latest(self) -> None:
         """Write the tag into ``latest``."""
         latest = self.save_dir / LATEST

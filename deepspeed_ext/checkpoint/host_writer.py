@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread that writes tensors to files, through host buffers of bounded size."""
 
+import hashlib
 import queue
 import threading
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -12,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_ext.checkpoint import digests
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.checkpoint.owned_folder import sync
 
@@ -29,21 +32,30 @@ class _Buffer:
     copy_event: Any = None  # device event after which it may be read
 
 
+@dataclass
+class _Digest:
+    """The digest of the first ``size`` bytes of a file; the file is longer if some were not written in order."""
+
+    hash: Any = field(default_factory=hashlib.sha256)
+    size: int = 0
+
+
 class HostWriter:
-    """Writes tensors to files in a thread.
+    """Writes tensors to files in a thread, and then each file's entry (``digests.py``) next to it.
 
     The first failure is kept in ``error``, and all later writes are skipped. Nothing is raised, because other ranks
     still wait for this one.
 
     Args:
         max_bytes: bytes of host memory, but at least two buffers.
+        rank: this rank, for the entries.
 
     Attributes:
         error: the failure; None if there is none.
         allocated_bytes: bytes of host memory in use.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, rank: int) -> None:
         self.error: CheckpointError | None = None
         self.allocated_bytes = 0
         size = max(1, min(_MAX_BUFFER_BYTES, max_bytes // 2) // _ALIGNMENT) * _ALIGNMENT
@@ -52,6 +64,7 @@ class HostWriter:
         self._full: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
         self._current: _Buffer | None = None
         self._open_file: tuple[Path, BinaryIO] | None = None
+        self._rank, self._digests = rank, defaultdict[Path, _Digest](_Digest)
         self._device = None if get_accelerator().is_synchronized_device() else get_accelerator().current_device()
         self._thread = threading.Thread(target=self._write_buffers, name="deepspeed_ext export", daemon=True)
         self._thread.start()
@@ -137,6 +150,7 @@ class HostWriter:
         path = self._open_file[0] if self._open_file is not None else Path()
         try:
             self._close()
+            self._write_entries()
         except Exception as error:
             self._record_error(path, error)
         while not self._free.empty():  # free host memory now, because a caller may keep an export for long
@@ -152,6 +166,10 @@ class HostWriter:
                 self._open_file = path, path.open("r+b" if path.exists() else "wb")
             self._open_file[1].seek(offset)
             self._open_file[1].write(content[start:end])
+            digest = self._digests[path]
+            if offset == digest.size:
+                digest.hash.update(content[start:end])
+                digest.size += end - start
             start = end
 
     def _close(self) -> None:
@@ -161,6 +179,12 @@ class HostWriter:
             self._open_file = None
             file.close()
             sync(path)
+
+    def _write_entries(self) -> None:
+        for path, digest in self._digests.items() if self.error is None else ():
+            size = path.stat().st_size
+            content = digest.hash.hexdigest() if digest.size == size else digests.digest_of(path)
+            digests.write_entry(path, digests.Entry(size, content, self._rank))
 
     def _record_error(self, path: Path, error: Exception) -> None:
         self.error = self.error or CheckpointError(f"{path} could not be written: {type(error).__name__}: {error}")

@@ -26,7 +26,7 @@ import logging
 import os
 import secrets
 import shutil
-import time
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -158,11 +158,17 @@ def remove_if_abandoned(folder: Path) -> None:
             visible = False
         else:
             visible = json.load(marker)["host"] == boot_id() != ""
-        if visible or time.time() - os.fstat(marker.fileno()).st_mtime > _STALE_SECONDS:
+        if visible or _file_system_time(folder.parent) - os.fstat(marker.fileno()).st_mtime > _STALE_SECONDS:
             hidden = folder
             if not folder.name.endswith(_SUFFIX):  # otherwise a partial folder would have a visible name
                 hidden = folder.rename(OwnedFolder(folder).path)
             _discard(hidden)
+
+
+def _file_system_time(folder: Path) -> float:
+    """Return the time on a file system, because clocks of hosts differ and jump."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def _discard(folder: Path) -> None:

@@ -34,7 +34,7 @@ PARTS = {
     "fork": Part("the quick tests on the fork, in a new environment", _python("scripts.fork.series", "test")),
     "fuzz": Part("ten minutes of the fuzzer", _python("tests.campaigns.fuzz", "--minutes", "10")),
     "mixtures": Part("mixtures of experts that people train, beside stock", _python("tests.campaigns.mixtures")),
-    "saves": Part("200 faults in saves, kills of ranks among them", _python("tests.campaigns.save_faults")),
+    "saves": Part("20 minutes of faults in saves", _python("tests.campaigns.save_faults", "--minutes", "20")),
     "soak": Part("2,000 steps with everything switched on", _python("tests.campaigns.soak")),
     "mutants": Part("an hour of changes that tests must find", _python("tests.campaigns.mutants", "--minutes", "60")),
 }

@@ -3,15 +3,21 @@
 """Damages files of checkpoints, and verifies them by the command."""
 
 import contextlib
+import functools
 import io
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from deepspeed_ext.checkpoint.folder import RECORD
+import pytest
+
+from deepspeed_ext.checkpoint import digests
+from deepspeed_ext.checkpoint.folder import RECORD, CheckpointError
 from deepspeed_ext.tools.main import main
+from tests.harness.save_faults import flip, truncate
 
 
 class Payload:
@@ -24,10 +30,28 @@ class Payload:
         return os.mkdir, (f"{self.path}.ran",)
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def check_each_of(folder: Path, files: int) -> None:
+    """Record small files of ranks; with a flipped bit in each, ``verify`` names all, and with fewer bytes any load."""
+    chance = random.Random(0)
+    paths = [folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(files)]
+    for rank, path in enumerate(paths):
+        with digests.recording(str(path), rank):
+            path.write_bytes(chance.randbytes(chance.randint(1, 5000)))
+    digests.collect(folder)
+    assert verified(folder) == (0, f"{folder}: {files} files, 0 problems\n")
+    for path in paths:
+        flip(path, chance)
+    status, output = verified(folder)
+    assert status == 1 and f"{files} files, {files} problems" in output
+    digests.check(folder, slice(None), with_digests=False)  # which sizes do not show
+    read_once = functools.cache(digests.read_record)
+    with mock.patch.object(digests, "read_record", read_once):
+        for number, path in enumerate(sorted(paths)):
+            rank, size = paths.index(path), path.stat().st_size
+            assert f"{path} has changed: its digest differs from that of the {size} bytes that rank {rank} " in output
+            truncate(path, chance)
+            with pytest.raises(CheckpointError, match=f"{path} has .* bytes, expected {size}, which rank {rank} "):
+                digests.check(folder, slice(number, number + 1), with_digests=False)
 
 
 def verified(*words: str | Path) -> tuple[int, str]:

@@ -131,6 +131,20 @@ def host_time() -> Table:
     return ["CPU ms per step", "median", "quartiles", "smallest"], lines
 
 
+def save_faults() -> Table:
+    """Return how trainings continued after faults in saves, of all seeds."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in read_rows(RESULTS / "save_faults.csv"):
+        found.setdefault(row["fault"], []).append(row)
+    lines = []
+    for fault, rows in found.items():
+        counts = [sum(int(row[name]) for row in rows) for name in ("recovered", "refused", "other")]
+        injected = " + ".join(row["injected"] for row in rows)
+        lines.append([fault, injected, *map(str, counts), f"{max(float(row['longest']) for row in rows):.0f}"])
+    header = ["fault", "injected, by seed", "recovered from the newest complete save", "refused by name", "other"]
+    return [*header, "longest, s"], lines
+
+
 def keys(kind: type[BaseModel]) -> Table:
     """Return the keys that are the fields of a model, with the strings below them."""
     (tree,) = cast(list[ast.ClassDef], ast.parse(inspect.getsource(kind)).body)
@@ -162,6 +176,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "host-parameters": lambda: tabulated.measured(read("host_parameters.csv")),
     "mixture": lambda: tabulated.measured(read("mixture_cluster.csv")),
     "gpt2": lambda: tabulated.measured([r for r in read("gpt2_cluster.csv") if r.setting == "2x2-gpt2"], "ZeRO-1"),
+    "save-faults": save_faults,
     "saves": lambda: tabulated.saves(read("saves.csv")),
     "speeds": speeds.table,
     "outer": lambda: studies.stored("outer"),

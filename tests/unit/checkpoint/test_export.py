@@ -19,11 +19,13 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from safetensors.torch import load_file
 
 import deepspeed_ext
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.folder import RECORD, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
 from tests.harness import experts, networks, saves, snapshots, training
+from tests.harness.save_faults import flip
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED
+from tests.harness.verification import verified
 
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 FROZEN = ("layers.0.weight", "layers.0.bias")
@@ -44,12 +46,18 @@ def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str
     for name in names:
         results = {path.name: path for path in (tmp_path / name).iterdir()}
         index = json.loads(results.pop("model.safetensors.index.json").read_text())
-        assert results.pop("config.json").read_text() == "kept" and len(results) > 3
+        assert results.pop("config.json").read_text() == "kept" and results.pop(RECORD) and len(results) > 3
         assert set(index["weight_map"].values()) == results.keys()
         headers = {file: header(path) for file, path in results.items()}
         assert index["weight_map"] == {key: file for file, named in headers.items() for key in named}
         ends = [max(end for _, end in named.values()) for named in headers.values()]
         assert index["metadata"]["total_size"] == sum(ends)
+        assert verified(tmp_path / name)[0] == 0
+        (file, path), *_ = results.items()
+        flip(path)
+        status, output = verified(tmp_path / name)
+        writer = (int(file.split("-")[1]) - 1) % 3
+        assert status == 1 and f"{path} has changed" in output and f" that rank {writer} wrote" in output
 
 
 def header(path: Path) -> dict[str, tuple[int, int]]:
@@ -151,7 +159,7 @@ def experts_case(name: str, folder: str, kind: str) -> tuple[bool, float]:
 @pytest.mark.parametrize("name", ["NIG", "IIG"])
 def test_training_continues_while_weights_are_written(ranks: Any, tmp_path: Path, name: str) -> None:
     ranks(2).run(asynchronous_case, tmp_path / "weights", name)
-    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"model.safetensors", "notes"}
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"model.safetensors", "notes", RECORD}
 
 
 def asynchronous_case(folder: Path, name: str) -> None:
@@ -223,7 +231,7 @@ def test_exports_and_asynchronous_saves_wait_for_each_other(ranks: Any, tmp_path
     for rank, (turns, messages, again) in enumerate(ranks(2).run(turns_case, str(tmp_path))):
         assert turns == ([] if rank else [*tag, *export, *export, *tag])
         assert messages.startswith("SaveFailed: ") and "no space" in messages and again == ""
-    assert [path.name for path in (tmp_path / "tag" / "weights").iterdir()] == ["model.safetensors"]
+    assert {path.name for path in (tmp_path / "tag" / "weights").iterdir()} == {"model.safetensors", RECORD}
     assert not list(tmp_path.rglob(".*"))
 
 

@@ -26,13 +26,13 @@ from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.zero import checkpoint_ranks
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from tests.harness import snapshots, training
-from tests.harness.kills import Kill
-from tests.harness.kills import run as run_kill
 from tests.harness.logs import logged
+from tests.harness.save_faults import ASIDE, AT_ONCE, Fault, flip
+from tests.harness.save_faults import run as run_fault
 from tests.harness.snapshots import SHARD, error_of
 from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, placed
-from tests.harness.verification import Payload, check_verification, flip
+from tests.harness.verification import Payload, check_each_of, check_verification
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads; ``SHARD`` is another.
 MODULE = {"NIG": "mp_rank_00_model_states.pt", "III": "zero_pp_rank_1_mp_rank_00_model_states.pt"}
@@ -130,6 +130,11 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
     changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
     engine.load_checkpoint(folder, tag=tag)
     return messages, changed, snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+
+
+@pytest.mark.deep
+def test_each_of_a_thousand_damaged_files_is_named(tmp_path: Path) -> None:
+    check_each_of(tmp_path, 1000)
 
 
 # (saved by; loaded by, keys then; what the error says)
@@ -331,23 +336,25 @@ def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
 
 # Kills in a save over the same tag, synchronous or not, and which save is loaded: until the new folder has its name,
 # the first one, then the second, whatever the file latest is.
+_kill = partial(Fault, "killed rank", same=True)
 KILLS = [
-    (Kill("IIG", True, 2, call="torch.save", aside=False), 0),
+    (_kill("IIG", AT_ONCE, rank=2, call="torch.save"), 1),
     *deep(
-        (Kill("NII", True, 0, all=True, call="replace", after=True), 1),
-        (Kill("IIG", True, 0, call="replace", aside=False), 1),
-        (Kill("NIG", True, 2, call="Snapshot.complete_copies"), 0),
-        (Kill("NIG", True, 1, call="HostChannel.exchange", number=1), 0),
-        (Kill("IIG", True, 0, call="torch.save", number=1, aside=False), 0),
-        (Kill("IIG", True, 0, call="exchange", aside=False), 0),
-        (Kill("IIG", True, 0, call="exchange"), 0),
+        (_kill("NII", ASIDE, rank=0, everyone=True, call="replace", after=True), 2),
+        (_kill("IIG", AT_ONCE, rank=0, call="replace"), 2),
+        (_kill("NIG", ASIDE, rank=2, call="complete_copies"), 1),
+        (_kill("NIG", ASIDE, rank=1, call="HostChannel.exchange", number=1), 1),
+        (_kill("IIG", AT_ONCE, rank=0, call="torch.save", number=1), 1),
+        (_kill("IIG", AT_ONCE, rank=0, call="exchange"), 1),
+        (_kill("IIG", ASIDE, rank=0, call="exchange"), 1),
     ),
 ]
 
 
-@pytest.mark.parametrize("kill, loaded", KILLS, ids=str)
-def test_a_rank_killed_in_a_save_leaves_a_complete_save(ranks: Any, tmp_path: Path, kill: Kill, loaded: int) -> None:
-    assert run_kill(ranks, str(tmp_path / "it"), kill) == (loaded, "")
+@pytest.mark.parametrize("kill, step", KILLS, ids=str)
+def test_a_rank_killed_in_a_save_leaves_a_complete_save(ranks: Any, tmp_path: Path, kill: Fault, step: int) -> None:
+    outcomes, problem = run_fault(ranks, tmp_path, kill)
+    assert problem == "" and {outcome.found for outcome in outcomes} == {step}
 
 
 LOCAL = {"checkpoint": {"use_node_local_storage": True}}

@@ -157,7 +157,8 @@ def example_case(folder: str) -> tuple[list[str], str]:
 def test_the_callback_exports_while_training_goes_on(group: Any, tmp_path: Path) -> None:
     for alike in group.run(export_case, str(tmp_path)):
         assert alike == [False, True]
-    assert {path.name for path in (tmp_path / "exports" / "2").iterdir()} == {"config.json", "model.safetensors"}
+    names = {path.name for path in (tmp_path / "exports" / "2").iterdir()}
+    assert names == {"config.json", "digests.json", "model.safetensors"}
 
 
 def export_case(folder: str) -> list[bool]:
