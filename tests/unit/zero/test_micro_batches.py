@@ -3,8 +3,10 @@
 """Ranks with different numbers of micro-batches. The oracle is a stage with equal numbers, in which losses are
 multiplied by constants, or by zero."""
 
+import functools
 import itertools
 import json
+import re
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -34,6 +36,9 @@ JOBS = {  # and bounds
     "fp16": (Job(dtype="fp16", overflow=[(0, 3)]), 2e-3),
     "offload": (Job(zero={"offload_optimizer": {"device": "cpu"}}), 1e-5),
     "LoCo": (Job(zero={"zeropp_loco_param": {}}), 1e-2),
+    "updates": (Job(zero={"paro_quantized_updates": {}}), 1e-2),
+    "bf16": (Job(dtype="bf16"), 4e-3),
+    "exact": (Job(dtype="bf16", zero={"paro_quantized_updates": {"bits": "exact"}}), 0.0),
 }
 
 
@@ -74,9 +79,24 @@ def train(kind: str, zero: dict[str, Any], steps: Any, how: str, folder: str = "
 def compare(kind: str, names: tuple[str, ...], steps: Any, how: str) -> list[training.Difference]:
     keys = {"paro_weights": "tokens"} if kind == "tokens" else {}
     keys |= {"paro_micro_batches": list(steps[0][::2])} if how == "own" else {}
-    oracles = {name: placed(name) if kind == "LoCo" else {"stage": 1} for name in names}
-    pairs = [(name, train(kind, zero, steps, "oracle")) for name, zero in oracles.items()]
-    return [training.difference(name, train(kind, placed(name, **keys), steps, how), it, "ours") for name, it in pairs]
+
+    @functools.cache
+    def oracle(name: str) -> Record:
+        if kind == "exact":  # the same without this key
+            return train("bf16", placed(name, **keys), steps, how)
+        return train(kind, placed(name), steps, "oracle")
+
+    of = {name: name if kind in ("LoCo", "updates", "exact") else "1" for name in names}
+    runs = {name: train(kind, placed(name, **keys), steps, how) for name in names}
+    return [training.difference(name, run, oracle(of[name]), "ours") for name, run in runs.items()]
+
+
+def everywhere(kind: str) -> list[Any]:
+    """Return cases with all strategies that support a kind of job."""
+    refused = {"updates": "G..", "exact": "G..|..[NI]"}.get(kind, "")
+    names = tuple(name for name in (*REPLICATED, *PARTITIONED) if not re.fullmatch(refused, name))
+    own = tuple(name for name in names if "G" not in name[:2])
+    return [(kind, own, OF_SIX, "own"), (kind, names, BY_TWO, "last")]
 
 
 @with_cases(
@@ -87,8 +107,8 @@ def compare(kind: str, names: tuple[str, ...], steps: Any, how: str) -> list[tra
     ("plain", ("NIG", "III", "GGG"), BY_ONE, "last"),
     ("plain", ("NGG", "IIG"), BY_TWO, "last"),
     ("tokens", ("NIG", "ING"), BY_TWO, "last"),
-    *deep(*((kind, (*REPLICATED[:5], *PARTITIONED[:4]), OF_SIX, "own") for kind in JOBS if kind != "fp16")),
-    *deep(*((kind, (*REPLICATED, *PARTITIONED), BY_TWO, "last") for kind in JOBS)),
+    ("updates", ("NIG", "III"), BY_GROUPS, "own"),
+    *deep(*itertools.chain(*map(everywhere, JOBS))),
 )
 def test_steps_use_the_mean_of_all_ranks(ranks: Any, kind: str, names: tuple[str, ...], steps: Any, how: str) -> None:
     training.check(ranks(len(steps[0])).run(compare, kind, names, steps, how)[0], JOBS[kind][1], optimizer="ours")
