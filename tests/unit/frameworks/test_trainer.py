@@ -68,6 +68,47 @@ def test_training_and_resuming(
     check(rows, strategy, **bounds, resumed=True)
 
 
+@with_cases(
+    "averages, batches, message",
+    (False, 9, None),
+    (
+        True,
+        9,
+        "but average_tokens_across_devices is true, so it divides by those of all ranks",
+    ),
+    (False, None, "needs a loader of the rank's own samples, but Accelerate has prepared this one"),
+    (False, 1, "micro-batches in each step of this rank, but Accelerate ends a step after 1."),
+)
+def test_groups_need_own_loaders_and_tokens(
+    frameworks: Any, tmp_path: Path, averages: bool, batches: int | None, message: str | None
+) -> None:
+    arguments = numbers_case, str(tmp_path), averages, batches
+    if message is None:
+        assert frameworks(4).run(*arguments) == [2] * 4
+    else:
+        assert all(message in error.message for error in frameworks(4).run_expect_error(*arguments))
+
+
+def numbers_case(folder: str, averages: bool, batches: int | None) -> int:
+    """Train groups with 2 and 3 micro-batches, from this number of own batches, or from Trainer's loader; return the
+    number of steps."""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    from tests.harness.frameworks import tiny
+
+    more = {"gradient_accumulation_steps": 2 + dist.get_rank() // 2, "average_tokens_across_devices": averages}
+    trainer = make(folder, "model", {**more, "save_strategy": "no"}, placed("NIG", paro_micro_batches=[2, 3]))
+    if batches is not None:
+        rows = trainer.train_dataset[: 2 * batches]
+        trainer.get_train_dataloader = lambda: DataLoader(rows, 2, collate_fn=trainer.data_collator)
+    try:
+        trainer.train()
+        return int(trainer.state.global_step)
+    finally:
+        tiny.forget()
+
+
 @pytest.mark.deep
 def test_loco(group: Any, kernels: bool, tmp_path: Path) -> None:
     # Near to SGD: what 4 bits lose is not normalized to a whole step.
