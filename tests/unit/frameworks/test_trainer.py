@@ -70,28 +70,19 @@ def test_training_and_resuming(
 
 @with_cases(
     "averages, batches, message",
-    (False, 9, None),
-    (
-        True,
-        9,
-        "but average_tokens_across_devices is true, so it divides by those of all ranks",
-    ),
-    (False, None, "needs a loader of the rank's own samples, but Accelerate has prepared this one"),
+    (False, 9, ""),
+    (True, 9, "but average_tokens_across_devices is true, so it divides by those of all ranks"),
+    (False, 0, "needs a loader of the rank's own samples, but Accelerate has prepared this one"),
     (False, 1, "micro-batches in each step of this rank, but Accelerate ends a step after 1."),
 )
-def test_groups_need_own_loaders_and_tokens(
-    frameworks: Any, tmp_path: Path, averages: bool, batches: int | None, message: str | None
-) -> None:
-    arguments = numbers_case, str(tmp_path), averages, batches
-    if message is None:
-        assert frameworks(4).run(*arguments) == [2] * 4
-    else:
-        assert all(message in error.message for error in frameworks(4).run_expect_error(*arguments))
+def test_loops_weigh_groups_right(frameworks: Any, tmp_path: Path, averages: bool, batches: int, message: str) -> None:
+    """Groups run 2 and 3 micro-batches, from this number of own batches, or (0) from Trainer's loader."""
+    run = frameworks(4).run_expect_error if message else frameworks(4).run
+    for result in run(numbers_case, str(tmp_path), averages, batches):
+        assert message in result.message if message else result == 2
 
 
-def numbers_case(folder: str, averages: bool, batches: int | None) -> int:
-    """Train groups with 2 and 3 micro-batches, from this number of own batches, or from Trainer's loader; return the
-    number of steps."""
+def numbers_case(folder: str, averages: bool, batches: int) -> int:
     import torch.distributed as dist
     from torch.utils.data import DataLoader
 
@@ -99,9 +90,9 @@ def numbers_case(folder: str, averages: bool, batches: int | None) -> int:
 
     more = {"gradient_accumulation_steps": 2 + dist.get_rank() // 2, "average_tokens_across_devices": averages}
     trainer = make(folder, "model", {**more, "save_strategy": "no"}, placed("NIG", paro_micro_batches=[2, 3]))
-    if batches is not None:
-        rows = trainer.train_dataset[: 2 * batches]
-        trainer.get_train_dataloader = lambda: DataLoader(rows, 2, collate_fn=trainer.data_collator)
+    if batches:
+        own = DataLoader(trainer.train_dataset[: 2 * batches], 2, collate_fn=trainer.data_collator)
+        trainer.get_train_dataloader = lambda: own
     try:
         trainer.train()
         return int(trainer.state.global_step)
