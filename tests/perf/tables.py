@@ -169,7 +169,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "mixture": lambda: tabulated.measured(read("mixture_cluster.csv")),
     "gpt2": lambda: tabulated.measured([r for r in read("gpt2_cluster.csv") if r.setting == "2x2-gpt2"], "ZeRO-1"),
     "saves": lambda: tabulated.saves(read("saves.csv")),
-    "speeds": speeds.table,
+    "speeds": lambda: speeds.SpeedsMeasurement.table(read(speeds.FILE)),
     "outer": lambda: studies.stored("outer"),
     "updates": lambda: studies.stored("updates", "AdamW"),
     "updates-muon": lambda: studies.stored("updates", "Muon"),
