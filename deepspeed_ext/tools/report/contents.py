@@ -138,8 +138,12 @@ def _rows_of_groups(engine: Engine, steps: Sequence[Step]) -> list[dict[str, Any
         return []
     # Rows of a group are sorted by pace, so its slowest rank replaces the others.
     slowest = {group: (number, pace) for group, number, pace in sorted(rows)}
-    numbers, paces = zip(*slowest.values(), strict=True)
-    end = max(number * pace for number, pace in slowest.values())
+    return group_rows(*zip(*slowest.values(), strict=True))
+
+
+def group_rows(numbers: Sequence[int], paces: Sequence[float]) -> list[dict[str, Any]]:
+    """Return each group's row, given its number of micro-batches and its seconds per micro-batch."""
+    end = max(number * pace for number, pace in zip(numbers, paces, strict=True))
     return [
         {"pace": pace, "micro_batches": number, "waiting": end - pace * number, "balanced": balanced}
         for number, pace, balanced in zip(numbers, paces, balance(paces, sum(numbers)), strict=True)
