@@ -304,7 +304,8 @@ def _planner_input(
     engine: Engine, now: Prediction | None, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression
 ) -> recorded_training.PlannerInput | None:
     """Return the input of ``plan --from``; None if it does not predict such trainings. Collective."""
-    if now is None or engine.pipeline_parallelism:
+    numbers = getattr(engine._config.zero_config, "paro_micro_batches", None)
+    if now is None or engine.pipeline_parallelism or (isinstance(numbers, list) and len(set(numbers)) > 1):
         return None
     # With model parallelism, some of a node's ranks hold other parts of the model, so ``ranks_per_node`` is not used.
     per_node = ranks_per_node() if sizes.ranks == dist.get_world_size() else None
