@@ -19,9 +19,12 @@ import torch
 from deepspeed import comm as dist
 
 import deepspeed_ext
+from deepspeed_ext.tools.plan.recorded_training import RecordedTraining
+from deepspeed_ext.tools.report.contents import group_rows
 from deepspeed_ext.zero.pace import balance
 from tests.harness import networks, sampled, training
 from tests.harness.logs import is_ours, logged
+from tests.harness.recorded_trainings import links_given
 from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, Record, placed
@@ -149,6 +152,20 @@ def test_measured_numbers_are_used_and_kept(ranks: Any, tmp_path: Path, name: st
         assert record.weights.allclose(expected.weights, 1e-5, 1e-6)
     (entry,) = json.loads(file.read_text())["decisions"]
     assert entry["plan"]["paro_micro_batches"] == [3, 1] and entry["plan"]["paces"][1] > 0.1
+
+
+def test_a_report_has_the_numbers_and_waits_of_groups(ranks: Any, tmp_path: Path) -> None:
+    zero = placed("NIG", paro_micro_batches=[3, 2], paro_report={"folder": str(tmp_path), "after": 2, "steps": 1})
+    ranks(4).run(reported_train, "plain", zero, [(3, 3, 2, 2)] * 9, "own")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["groups"] == group_rows([3, 2], [row["pace"] for row in report["groups"]])
+    with pytest.raises(ValueError, match="groups with different numbers of micro-batches"):
+        RecordedTraining.from_report(report)
+
+
+def reported_train(*case: Any) -> None:
+    with links_given():
+        train(*case)
 
 
 @with_cases(
