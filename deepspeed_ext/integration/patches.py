@@ -260,6 +260,18 @@ OTHER_PACKAGES: tuple[Patch, ...] = (
         lazily("deepspeed_ext.checkpoint.frameworks:save_checkpoint"),
     ),
     Patch(
+        "accelerate.accelerator:Accelerator.backward",
+        "refuse loaders and steps with which groups would not run their own numbers of micro-batches",
+        "(self, loss, **kwargs)",
+        lazily("deepspeed_ext.zero.framework_loops:backward"),
+    ),
+    Patch(
+        "transformers.trainer:Trainer.training_step",
+        "refuse losses that are divided by the tokens of all ranks if groups run their own numbers of micro-batches",
+        "(self, model, inputs, num_items_in_batch=None)",
+        lazily("deepspeed_ext.zero.framework_loops:training_step"),
+    ),
+    Patch(
         "torch.distributed.distributed_c10d:destroy_process_group",
         "complete updates in flight before the connections between ranks are closed",
         "(group=None)",

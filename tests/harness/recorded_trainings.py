@@ -20,6 +20,7 @@ from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.tools.plan.recorded_training import FlatRates, RecordedTraining
 from deepspeed_ext.tools.plan.what_if import WhatIf
 from deepspeed_ext.tools.report import flat_collectives
+from deepspeed_ext.tools.report.contents import group_rows
 from tests.harness.training import Job, train
 
 LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)  # to measure them would take seconds
@@ -102,6 +103,9 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     kinds = [span[3] for span in training["spans"]]
     if [kinds.count(kind) for kind in ("forward", "backward", "update")] != [2, 2, 1]:
         yield f"other phases: {kinds}"
+    groups = [] if plain else group_rows([2, 2], [row["pace"] for row in report["groups"]])
+    if report["groups"] != groups or not all(row["pace"] > 0 for row in groups):
+        yield f"other waits of groups: {report['groups']}"
     if not plain:
         yield from _other_amounts(report, name)
     recorded = RecordedTraining.from_report(report)

@@ -9,7 +9,7 @@
     python -m tests.perf.cluster --network          # seconds per step over the rate of the link
     python -m tests.perf.cluster --collectives      # two hops and a flat ring, without a model
     python -m tests.perf.cluster --outer            # an outer optimizer between nodes
-    python -m tests.perf.cluster --speeds           # a node at half speed, with equal and with its own micro-batches
+    python -m tests.perf.cluster --speeds           # a node at half speed; equal, own, and measured micro-batches
     python -m tests.perf.cluster --save             # synchronous and asynchronous saves
     python -m tests.perf.cluster --record           # a report of steps, compared with measured steps
     python -m tests.perf.cluster --what-if          # predictions from reports at other link rates

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
 from deepspeed_ext.strategy import hyphenate
+from deepspeed_ext.tools.report.contents import group_rows
 from scripts import ROOT
 from tests.perf import sum_errors
 from tests.perf.lib import collectives, how_to, network, paper, predictions, settings, speeds, studies, tabulated
@@ -112,6 +113,13 @@ def creation() -> Table:
     return ["creation, s", *(f"{ranks} ranks" for ranks in worlds)], lines
 
 
+def report_groups() -> Table:
+    """Return what a report says of groups with 6 micro-batches, of which those of the second take twice as long."""
+    rows = [list(map(str, row.values())) for row in group_rows([6, 6], [0.08, 0.16])]
+    columns = ["seconds per micro-batch", "micro-batches", "waits, s per step", "balanced"]
+    return ["group", *columns], [[str(number), *row] for number, row in enumerate(rows)]
+
+
 def _against(file: str, setting: str) -> Table:
     return tabulated.against(read(file), setting)
 
@@ -178,7 +186,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "gpt2": lambda: tabulated.measured([r for r in read("gpt2_cluster.csv") if r.setting == "2x2-gpt2"], "ZeRO-1"),
     "save-faults": save_faults,
     "saves": lambda: tabulated.saves(read("saves.csv")),
-    "speeds": speeds.table,
+    "speeds": lambda: speeds.SpeedsMeasurement.table(read(speeds.FILE)),
+    "report-groups": report_groups,
     "outer": lambda: studies.stored("outer"),
     "updates": lambda: studies.stored("updates", "AdamW"),
     "updates-muon": lambda: studies.stored("updates", "Muon"),
@@ -236,7 +245,7 @@ def written(page: str) -> str:
 
 def pages() -> Sequence[Path]:
     package = ROOT / "deepspeed_ext"
-    ours = (package / name / "README.md" for name in ("config", "leaf", "pipeline"))
+    ours = (package / name / "README.md" for name in ("config", "leaf", "pipeline", "tools/report"))
     return [ROOT / "README.md", *ours, *sorted((package / "how_to").glob("*.md")), *sorted(RESULTS.glob("*.md"))]
 
 

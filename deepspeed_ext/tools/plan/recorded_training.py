@@ -174,7 +174,8 @@ class RecordedTraining:
         if report.get(KEY) is None:
             raise ValueError(
                 "the report has no inputs for the planner: it is from an earlier version, or was made with probe "
-                "false, with an outer optimizer, or of a pipeline. Record again, without these."
+                "false, with an outer optimizer, of groups with different numbers of micro-batches, or of a pipeline. "
+                "Record again, without these."
             )
         try:
             sent = Compression.parse(*(report[KEY]["sent"][name] for name in ("loco", "updates")))

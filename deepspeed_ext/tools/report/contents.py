@@ -138,8 +138,12 @@ def _rows_of_groups(engine: Engine, steps: Sequence[Step]) -> list[dict[str, Any
         return []
     # Rows of a group are sorted by pace, so its slowest rank replaces the others.
     slowest = {group: (number, pace) for group, number, pace in sorted(rows)}
-    numbers, paces = zip(*slowest.values(), strict=True)
-    end = max(number * pace for number, pace in slowest.values())
+    return group_rows(*zip(*slowest.values(), strict=True))
+
+
+def group_rows(numbers: Sequence[int], paces: Sequence[float]) -> list[dict[str, Any]]:
+    """Return each group's row, given its number of micro-batches and its seconds per micro-batch."""
+    end = max(number * pace for number, pace in zip(numbers, paces, strict=True))
     return [
         {"pace": pace, "micro_batches": number, "waiting": end - pace * number, "balanced": balanced}
         for number, pace, balanced in zip(numbers, paces, balance(paces, sum(numbers)), strict=True)
@@ -300,7 +304,8 @@ def _planner_input(
     engine: Engine, now: Prediction | None, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression
 ) -> recorded_training.PlannerInput | None:
     """Return the input of ``plan --from``; None if it does not predict such trainings. Collective."""
-    if now is None or engine.pipeline_parallelism:
+    numbers = getattr(engine._config.zero_config, "paro_micro_batches", None)
+    if now is None or engine.pipeline_parallelism or (isinstance(numbers, list) and len(set(numbers)) > 1):
         return None
     # With model parallelism, some of a node's ranks hold other parts of the model, so ``ranks_per_node`` is not used.
     per_node = ranks_per_node() if sizes.ranks == dist.get_world_size() else None

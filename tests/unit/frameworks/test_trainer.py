@@ -67,6 +67,38 @@ def test_training_and_resuming(
     check(rows, strategy, **bounds, resumed=True)
 
 
+@with_cases(
+    "averages, batches, message",
+    (False, 9, ""),
+    (True, 9, "but average_tokens_across_devices is true, so it divides by those of all ranks"),
+    (False, 0, "needs a loader of the rank's own samples, but Accelerate has prepared this one"),
+    (False, 1, "micro-batches in each step of this rank, but Accelerate ends a step after 1."),
+)
+def test_loops_weigh_groups_right(frameworks: Any, tmp_path: Path, averages: bool, batches: int, message: str) -> None:
+    """Groups run 2 and 3 micro-batches, from this number of own batches, or (0) from Trainer's loader."""
+    run = frameworks(4).run_expect_error if message else frameworks(4).run
+    for result in run(numbers_case, str(tmp_path), averages, batches):
+        assert message in result.message if message else result == 2
+
+
+def numbers_case(folder: str, averages: bool, batches: int) -> int:
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    from tests.harness.frameworks import tiny
+
+    more = {"gradient_accumulation_steps": 2 + dist.get_rank() // 2, "average_tokens_across_devices": averages}
+    trainer = make(folder, "model", {**more, "save_strategy": "no"}, placed("NIG", paro_micro_batches=[2, 3]))
+    if batches:
+        own = DataLoader(trainer.train_dataset[: 2 * batches], 2, collate_fn=trainer.data_collator)
+        trainer.get_train_dataloader = lambda: own
+    try:
+        trainer.train()
+        return int(trainer.state.global_step)
+    finally:
+        tiny.forget()
+
+
 @pytest.mark.deep
 def test_loco(group: Any, kernels: bool, tmp_path: Path) -> None:
     # Near to SGD: what 4 bits lose is not normalized to a whole step.

@@ -21,6 +21,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "gradient_clipping": 0.0,  # the default, 1.0, would hide factors of all gradients
     "zero_allow_untested_optimizer": True,
 }
 ON_MESH = {"data_parallel_size": 2, "sequence_parallel_size": 2}

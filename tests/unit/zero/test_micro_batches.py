@@ -3,8 +3,10 @@
 """Ranks with different numbers of micro-batches. The oracle is a stage with equal numbers, in which losses are
 multiplied by constants, or by zero."""
 
+import functools
 import itertools
 import json
+import re
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,9 +19,12 @@ import torch
 from deepspeed import comm as dist
 
 import deepspeed_ext
+from deepspeed_ext.tools.plan.recorded_training import RecordedTraining
+from deepspeed_ext.tools.report.contents import group_rows
 from deepspeed_ext.zero.pace import balance
 from tests.harness import networks, sampled, training
 from tests.harness.logs import is_ours, logged
+from tests.harness.recorded_trainings import links_given
 from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, Record, placed
@@ -34,6 +39,9 @@ JOBS = {  # and bounds
     "fp16": (Job(dtype="fp16", overflow=[(0, 3)]), 2e-3),
     "offload": (Job(zero={"offload_optimizer": {"device": "cpu"}}), 1e-5),
     "LoCo": (Job(zero={"zeropp_loco_param": {}}), 1e-2),
+    "updates": (Job(zero={"paro_quantized_updates": {}}), 1e-2),
+    "bf16": (Job(dtype="bf16"), 4e-3),
+    "exact": (Job(dtype="bf16", zero={"paro_quantized_updates": {"bits": "exact"}}), 0.0),
 }
 
 
@@ -74,9 +82,24 @@ def train(kind: str, zero: dict[str, Any], steps: Any, how: str, folder: str = "
 def compare(kind: str, names: tuple[str, ...], steps: Any, how: str) -> list[training.Difference]:
     keys = {"paro_weights": "tokens"} if kind == "tokens" else {}
     keys |= {"paro_micro_batches": list(steps[0][::2])} if how == "own" else {}
-    oracles = {name: placed(name) if kind == "LoCo" else {"stage": 1} for name in names}
-    pairs = [(name, train(kind, zero, steps, "oracle")) for name, zero in oracles.items()]
-    return [training.difference(name, train(kind, placed(name, **keys), steps, how), it, "ours") for name, it in pairs]
+
+    @functools.cache
+    def oracle(name: str) -> Record:
+        if kind == "exact":  # the same without this key
+            return train("bf16", placed(name, **keys), steps, how)
+        return train(kind, placed(name), steps, "oracle")
+
+    of = {name: name if kind in ("LoCo", "updates", "exact") else "1" for name in names}
+    runs = {name: train(kind, placed(name, **keys), steps, how) for name in names}
+    return [training.difference(name, run, oracle(of[name]), "ours") for name, run in runs.items()]
+
+
+def everywhere(kind: str) -> list[Any]:
+    """Return cases with all strategies that support a kind of job."""
+    refused = {"updates": "G..", "exact": "G..|..[NI]"}.get(kind, "")
+    names = tuple(name for name in (*REPLICATED, *PARTITIONED) if not re.fullmatch(refused, name))
+    own = tuple(name for name in names if "G" not in name[:2])
+    return [(kind, own, OF_SIX, "own"), (kind, names, BY_TWO, "last")]
 
 
 @with_cases(
@@ -87,8 +110,8 @@ def compare(kind: str, names: tuple[str, ...], steps: Any, how: str) -> list[tra
     ("plain", ("NIG", "III", "GGG"), BY_ONE, "last"),
     ("plain", ("NGG", "IIG"), BY_TWO, "last"),
     ("tokens", ("NIG", "ING"), BY_TWO, "last"),
-    *deep(*((kind, (*REPLICATED[:5], *PARTITIONED[:4]), OF_SIX, "own") for kind in JOBS if kind != "fp16")),
-    *deep(*((kind, (*REPLICATED, *PARTITIONED), BY_TWO, "last") for kind in JOBS)),
+    ("updates", ("NIG", "III"), BY_GROUPS, "own"),
+    *deep(*itertools.chain(*map(everywhere, JOBS))),
 )
 def test_steps_use_the_mean_of_all_ranks(ranks: Any, kind: str, names: tuple[str, ...], steps: Any, how: str) -> None:
     training.check(ranks(len(steps[0])).run(compare, kind, names, steps, how)[0], JOBS[kind][1], optimizer="ours")
@@ -129,6 +152,20 @@ def test_measured_numbers_are_used_and_kept(ranks: Any, tmp_path: Path, name: st
         assert record.weights.allclose(expected.weights, 1e-5, 1e-6)
     (entry,) = json.loads(file.read_text())["decisions"]
     assert entry["plan"]["paro_micro_batches"] == [3, 1] and entry["plan"]["paces"][1] > 0.1
+
+
+def test_a_report_has_the_numbers_and_waits_of_groups(ranks: Any, tmp_path: Path) -> None:
+    zero = placed("NIG", paro_micro_batches=[3, 2], paro_report={"folder": str(tmp_path), "after": 2, "steps": 1})
+    ranks(4).run(reported_train, "plain", zero, [(3, 3, 2, 2)] * 9, "own")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["groups"] == group_rows([3, 2], [row["pace"] for row in report["groups"]])
+    with pytest.raises(ValueError, match="groups with different numbers of micro-batches"):
+        RecordedTraining.from_report(report)
+
+
+def reported_train(*case: Any) -> None:
+    with links_given():
+        train(*case)
 
 
 @with_cases(
