@@ -159,8 +159,8 @@ def read_record(folder: Path) -> dict[str, Entry]:
     path = folder / RECORD
     try:
         content = json.loads(path.read_bytes())
-        if content["version"] > _VERSION:
-            return {}
+        if content["version"] != _VERSION:
+            raise ValueError(f"its version is {content['version']}, expected {_VERSION}")
         entries = {name: Entry(**entry) for name, entry in content["files"].items()}
         if content["digest"] != _digest_of_entries(content["files"]):
             raise ValueError("its content does not match its own digest")

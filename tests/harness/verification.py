@@ -81,6 +81,9 @@ def check_verification(folder: Path) -> None:
         status, output = verified(folder)
         assert path.name == RECORD or (status == 1 and f"{path} is missing, which rank " in output), output
         path.write_bytes(content)
+    record = (folder / RECORD).read_text()
+    (folder / RECORD).write_text(record.replace('"version": 1', '"version": 9'))  # one bit
+    assert verified(folder)[0] == 1
     (folder / RECORD).unlink()
     status, output = verified(folder)
     assert status == 0 and f"has no {RECORD}" in output
