@@ -7,12 +7,14 @@ import functools
 import itertools
 import json
 import re
-import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from deepspeed import comm as dist
 import deepspeed_ext
 from deepspeed_ext.tools.plan.recorded_training import RecordedTraining
 from deepspeed_ext.tools.report.contents import group_rows
+from deepspeed_ext.zero import pace
 from deepspeed_ext.zero.pace import balance
 from tests.harness import networks, sampled, training
 from tests.harness.logs import is_ours, logged
@@ -45,6 +48,16 @@ JOBS = {  # and bounds
 }
 
 
+@contextmanager
+def emulated_clock(model: Any) -> Iterator[None]:
+    """Take micro-batches to last 0.1 s, on the second half of the ranks 0.3 s."""
+    seconds = 0.3 if dist.get_rank() >= dist.get_world_size() // 2 else 0.1
+    runs: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: runs.append(None))
+    with mock.patch.object(pace, "time", SimpleNamespace(perf_counter=lambda: seconds * len(runs))):
+        yield
+
+
 def train(kind: str, zero: dict[str, Any], steps: Any, how: str, folder: str = "") -> Record:
     """Train. The first step is saved to a folder, or loaded if it is there. ``how``: "oracle"; "last", in a context of
     last batches; "own", numbers of groups; or "measured", while the second half of the ranks is slow."""
@@ -57,8 +70,8 @@ def train(kind: str, zero: dict[str, Any], steps: Any, how: str, folder: str = "
     rank, data, record = dist.get_rank(), training.batches(job), Record([0.0], torch.empty(0), [], [], [])
     if how == "measured":
         assert "Accelerate" in error_of(engine.set_gradient_accumulation_boundary, True)
-        model.register_forward_pre_hook(lambda *_: time.sleep(0.15 * (rank >= dist.get_world_size() // 2)))
-    with deepspeed_ext.last_batches(engine) if how == "last" else nullcontext():
+    contexts = {"last": lambda: deepspeed_ext.last_batches(engine), "measured": lambda: emulated_clock(model)}
+    with contexts.get(how, nullcontext)():
         for step, numbers in enumerate(steps):
             counts = [[1 + (r + at) % 3 * (kind == "tokens") for at in range(n)] for r, n in enumerate(numbers)]
             own = list(zip(islice(data, numbers[rank]), counts[rank], strict=False))
@@ -151,7 +164,7 @@ def test_measured_numbers_are_used_and_kept(ranks: Any, tmp_path: Path, name: st
         expected = run(train, "plain", {"stage": 1}, steps, "oracle")[0]
         assert record.weights.allclose(expected.weights, 1e-5, 1e-6)
     (entry,) = json.loads(file.read_text())["decisions"]
-    assert entry["plan"]["paro_micro_batches"] == [3, 1] and entry["plan"]["paces"][1] > 0.1
+    assert entry["plan"]["paro_micro_batches"] == [3, 1] and entry["plan"]["paces"] == pytest.approx([0.1, 0.3])
 
 
 def test_a_report_has_the_numbers_and_waits_of_groups(ranks: Any, tmp_path: Path) -> None:
