@@ -381,7 +381,7 @@ def rows_of(study: Study, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "relative_difference_by_seed": _listed(each),
                 "from_reference_by_seed": _listed(cell.differences(cell.reference)),
                 "held_out_loss": _mean(run.final_held_out for run in cell.runs) if study.large else "",
-                "own_loss": _mean(run.own_loss for run in cell.runs) if study.held_out else "",
+                "own_loss": _mean(run.own_loss for run in cell.runs) if apart else "",
                 "training_loss": _mean(run.final_loss for run in cell.runs) if apart else "",
                 "ratio_of_mean_norms": round(statistics.fmean(norms), 5) if norms else "",
                 "inter_bytes": round(statistics.fmean(run.received for run in cell.runs)),
