@@ -46,7 +46,7 @@ def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str
     for name in names:
         results = {path.name: path for path in (tmp_path / name).iterdir()}
         index = json.loads(results.pop("model.safetensors.index.json").read_text())
-        assert results.pop("config.json").read_text() == "kept" and results.pop(RECORD) and len(results) > 3
+        assert results.pop("model_ema.safetensors").read_text() == "kept" and results.pop(RECORD) and len(results) > 3
         assert set(index["weight_map"].values()) == results.keys()
         headers = {file: header(path) for file, path in results.items()}
         assert index["weight_map"] == {key: file for file, named in headers.items() for key in named}
@@ -84,7 +84,7 @@ def parity_case(name: str, folder: str, dtype: str) -> Any:
     engine, model = training.make_engine(job, training.placed(name, **zero))
     if dist.get_rank() == 0:
         Path(folder, name).mkdir()
-        Path(folder, name, "config.json").write_text("kept")
+        Path(folder, name, "model_ema.safetensors").write_text("kept")
     data = snapshots.steps_of(job, job.steps)
     snapshots.run(engine, job, data[:2], first=0)
     with torch.no_grad():
@@ -99,7 +99,7 @@ def parity_case(name: str, folder: str, dtype: str) -> Any:
     )
     largest = max(sum(getattr(p, "ds_numel", p.numel()) for p in m.parameters(recurse=False)) for m in model.modules())
     saved: dict[str, torch.Tensor] = {}
-    for path in Path(folder, name).glob("*.safetensors"):
+    for path in Path(folder, name).glob("model-*.safetensors"):
         saved.update(load_file(path))
     full = engine._zero3_consolidated_16bit_state_dict() if name[0] in "IG3" else model.state_dict()
     full = saved | {tied[1]: saved[tied[0]]} if full is None or dist.get_rank() else full  # of the first rank
