@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from safetensors.torch import load_file
 
 import deepspeed_ext
+from deepspeed_ext.checkpoint import digests
 from deepspeed_ext.checkpoint.folder import RECORD, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
 from tests.harness import experts, networks, saves, snapshots, training
@@ -199,21 +200,26 @@ def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
     def contents() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder, "weights").iterdir()}
 
-    def fail(self: HostWriter, buffer: Any) -> None:
-        write(self, buffer)
-        if dist.get_rank() == 1:
-            raise OSError(28, "No space left on device")
+    def failing(module: Any, name: str) -> Any:
+        def fail(*args: Any) -> None:
+            original(*args)
+            if dist.get_rank() == 1:
+                raise OSError(28, "No space left on device")
+
+        original = getattr(module, name)
+        return mock.patch.object(module, name, fail)
 
     def export(**more: Any) -> Any:
         return deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=2, max_shard_bytes=2000, **more)
 
-    job, write = training.Job(empty=False), HostWriter._write
+    job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG"))
     export()
     before = contents()
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    with mock.patch.object(HostWriter, "_write", fail):
+    with failing(HostWriter, "_write"):
         at_once = snapshots.error_of(export)
+    with failing(digests, "write_entry"):
         export(asynchronous=True)._writer.join()
     later = snapshots.error_of(export)
     dist.barrier()
