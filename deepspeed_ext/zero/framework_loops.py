@@ -53,7 +53,7 @@ def _different_numbers(engine: Any) -> list[int] | None:
 
 def _check_micro_batch(accelerator: Any, engine: Any, key: str) -> None:
     loader = accelerator.gradient_state.active_dataloader
-    # Only at first: a loader whose iteration the script has ended early stays active. The exception is a resume's, of
+    # Only at first: a loader whose iteration the script has ended early stays active. A resume makes SkipDataLoader of
     # a loader that is not prepared.
     if engine not in _counts and loader is not None and type(loader).__name__ != "SkipDataLoader":
         raise ValueError(
