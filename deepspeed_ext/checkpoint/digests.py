@@ -235,7 +235,8 @@ def problems(folder: Path) -> Iterator[str]:
 
 def content_files(folder: Path) -> Sequence[Path]:
     """Return the files of a folder that only saves, conversions, and exports write."""
-    return [*saved_files(folder), *sorted(folder.glob("zero/**/*.pt")), *sorted(folder.glob("model*.safetensors"))]
+    patterns = "zero/**/*.pt", "model.safetensors", "model-*-of-*.safetensors"
+    return [*saved_files(folder), *(path for pattern in patterns for path in sorted(folder.glob(pattern)))]
 
 
 def _archive_problem(path: Path) -> str:

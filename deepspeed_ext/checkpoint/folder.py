@@ -144,24 +144,16 @@ class CheckpointFolder:
         names = {str(path) for path in self.staging.rglob("*") if path.is_file()}
         return sum(f"{name}{SIDECAR}" in names for name in names)
 
-    def publish(self, keep_unstaged: bool = False) -> None:
-        """Replace the tag's folder with the staging folder.
-
-        Args:
-            keep_unstaged: keep all files that are not staged, including those that a save would replace.
-        """
+    def publish(self) -> None:
+        """Replace the tag's folder with the staging folder."""
         if self._target.is_dir():
-            ignored = self._ignore_staged if keep_unstaged else self._ignore_replaced
-            shutil.copytree(self._target, self.staging, True, ignored, _link_or_copy, dirs_exist_ok=True)
+            shutil.copytree(self._target, self.staging, True, self._ignore_replaced, _link_or_copy, dirs_exist_ok=True)
         self._owned.publish()  # after the copy: kept files must never be missing under the final name
         self._published = True
 
     def _ignore_replaced(self, folder: str, names: list[str]) -> set[str]:
         """Return the names in the old folder that a save replaces; all others are kept, by hard links."""
         return shutil.ignore_patterns(*self._files)(folder, names) if Path(folder) == self._target else set()
-
-    def _ignore_staged(self, folder: str, names: list[str]) -> set[str]:
-        return {name for name in names if Path(folder) == self._target and os.path.lexists(self.staging / name)}
 
     def keeps(self, name: str) -> bool:
         """Return whether ``publish`` keeps this file of the old folder."""

@@ -150,7 +150,10 @@ class HostWriter:
         path = self._open_file[0] if self._open_file is not None else Path()
         try:
             self._close()
-            self._write_entries()
+            for path, digest in self._digests.items() if self.error is None else ():
+                size = path.stat().st_size
+                content = digest.hash.hexdigest() if digest.size == size else digests.digest_of(path)
+                digests.write_entry(path, digests.Entry(size, content, self._rank))
         except Exception as error:
             self._record_error(path, error)
         while not self._free.empty():  # free host memory now, because a caller may keep an export for long
@@ -179,12 +182,6 @@ class HostWriter:
             self._open_file = None
             file.close()
             sync(path)
-
-    def _write_entries(self) -> None:
-        for path, digest in self._digests.items() if self.error is None else ():
-            size = path.stat().st_size
-            content = digest.hash.hexdigest() if digest.size == size else digests.digest_of(path)
-            digests.write_entry(path, digests.Entry(size, content, self._rank))
 
     def _record_error(self, path: Path, error: Exception) -> None:
         self.error = self.error or CheckpointError(f"{path} could not be written: {type(error).__name__}: {error}")

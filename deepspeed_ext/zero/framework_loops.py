@@ -52,12 +52,14 @@ def _different_numbers(engine: Any) -> list[int] | None:
 
 
 def _check_micro_batch(accelerator: Any, engine: Any, key: str) -> None:
-    # Only at first: a loader whose iteration the script has ended early stays active.
-    if engine not in _counts and accelerator.gradient_state.active_dataloader is not None:
+    loader = accelerator.gradient_state.active_dataloader
+    # Only at first: a loader whose iteration the script has ended early stays active. A resume makes SkipDataLoader of
+    # a loader that is not prepared.
+    if engine not in _counts and loader is not None and type(loader).__name__ != "SkipDataLoader":
         raise ValueError(
             f"{key} needs a loader of the rank's own samples, but Accelerate has prepared this one, which divides its "
             f"batches equally among ranks. Do not pass it to accelerator.prepare; with Trainer, override "
-            f"get_train_dataloader."
+            f"get_train_dataloader. An evaluation before the first step must reach the end of its loader."
         )
     ends, count, number = accelerator.sync_gradients, _counts.get(engine, 0) + 1, engine.gradient_accumulation_steps()
     if ends != (count == number):

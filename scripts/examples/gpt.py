@@ -155,7 +155,7 @@ class Batches:
     def draw(self, micro_step: int) -> tuple[Tensor, Tensor]:
         """Return tokens and the tokens that follow them, each of shape (micro-batch, sequence length)."""
         generator = torch.Generator()
-        # Apart for the first 2**20 batches of each seed: the generator uses the low 32 bits only.
+        # The generator uses only the low 32 bits, so each seed has 2**20 batches of its own.
         generator.manual_seed((self._seed << 20) + micro_step * self._world_size + self._rank)
         starts = torch.randint(len(self._corpus) - self._length, (self._rows, 1), generator=generator)
         rows = self._corpus[starts + torch.arange(self._length + 1)].long().to(self._device)

@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from safetensors.torch import load_file
 
 import deepspeed_ext
+from deepspeed_ext.checkpoint import digests
 from deepspeed_ext.checkpoint.folder import RECORD, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
 from tests.harness import experts, networks, saves, snapshots, training
@@ -46,7 +47,7 @@ def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str
     for name in names:
         results = {path.name: path for path in (tmp_path / name).iterdir()}
         index = json.loads(results.pop("model.safetensors.index.json").read_text())
-        assert results.pop("config.json").read_text() == "kept" and results.pop(RECORD) and len(results) > 3
+        assert results.pop("model_ema.safetensors").read_text() == "kept" and results.pop(RECORD) and len(results) > 3
         assert set(index["weight_map"].values()) == results.keys()
         headers = {file: header(path) for file, path in results.items()}
         assert index["weight_map"] == {key: file for file, named in headers.items() for key in named}
@@ -84,7 +85,7 @@ def parity_case(name: str, folder: str, dtype: str) -> Any:
     engine, model = training.make_engine(job, training.placed(name, **zero))
     if dist.get_rank() == 0:
         Path(folder, name).mkdir()
-        Path(folder, name, "config.json").write_text("kept")
+        Path(folder, name, "model_ema.safetensors").write_text("kept")
     data = snapshots.steps_of(job, job.steps)
     snapshots.run(engine, job, data[:2], first=0)
     with torch.no_grad():
@@ -99,7 +100,7 @@ def parity_case(name: str, folder: str, dtype: str) -> Any:
     )
     largest = max(sum(getattr(p, "ds_numel", p.numel()) for p in m.parameters(recurse=False)) for m in model.modules())
     saved: dict[str, torch.Tensor] = {}
-    for path in Path(folder, name).glob("*.safetensors"):
+    for path in Path(folder, name).glob("model-*.safetensors"):
         saved.update(load_file(path))
     full = engine._zero3_consolidated_16bit_state_dict() if name[0] in "IG3" else model.state_dict()
     full = saved | {tied[1]: saved[tied[0]]} if full is None or dist.get_rank() else full  # of the first rank
@@ -199,21 +200,18 @@ def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
     def contents() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder, "weights").iterdir()}
 
-    def fail(self: HostWriter, buffer: Any) -> None:
-        write(self, buffer)
-        if dist.get_rank() == 1:
-            raise OSError(28, "No space left on device")
-
     def export(**more: Any) -> Any:
         return deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=2, max_shard_bytes=2000, **more)
 
-    job, write = training.Job(empty=False), HostWriter._write
+    job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG"))
     export()
     before = contents()
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    with mock.patch.object(HostWriter, "_write", fail):
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with mock.patch.object(HostWriter, "_write", full if dist.get_rank() == 1 else HostWriter._write):
         at_once = snapshots.error_of(export)
+    with mock.patch.object(digests, "write_entry", full if dist.get_rank() == 1 else digests.write_entry):
         export(asynchronous=True)._writer.join()
     later = snapshots.error_of(export)
     dist.barrier()

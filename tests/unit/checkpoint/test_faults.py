@@ -27,7 +27,7 @@ from deepspeed_ext.zero import checkpoint_ranks
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from tests.harness import snapshots, training
 from tests.harness.logs import logged
-from tests.harness.save_faults import ASIDE, AT_ONCE, Fault, flip
+from tests.harness.save_faults import ASYNC, SYNC, Fault, flip
 from tests.harness.save_faults import run as run_fault
 from tests.harness.snapshots import SHARD, error_of
 from tests.harness.tiers import deep
@@ -338,15 +338,15 @@ def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
 # the first one, then the second, whatever the file latest is.
 _kill = partial(Fault, "killed rank", same=True)
 KILLS = [
-    (_kill("IIG", AT_ONCE, rank=2, call="torch.save"), 1),
+    (_kill("IIG", SYNC, rank=2, call="torch.save"), 1),
     *deep(
-        (_kill("NII", ASIDE, rank=0, everyone=True, call="replace", after=True), 2),
-        (_kill("IIG", AT_ONCE, rank=0, call="replace"), 2),
-        (_kill("NIG", ASIDE, rank=2, call="complete_copies"), 1),
-        (_kill("NIG", ASIDE, rank=1, call="HostChannel.exchange", number=1), 1),
-        (_kill("IIG", AT_ONCE, rank=0, call="torch.save", number=1), 1),
-        (_kill("IIG", AT_ONCE, rank=0, call="exchange"), 1),
-        (_kill("IIG", ASIDE, rank=0, call="exchange"), 1),
+        (_kill("NII", ASYNC, rank=0, everyone=True, call="replace", after=True), 2),
+        (_kill("IIG", SYNC, rank=0, call="replace"), 2),
+        (_kill("NIG", ASYNC, rank=2, call="complete_copies"), 1),
+        (_kill("NIG", ASYNC, rank=1, call="HostChannel.exchange", number=1), 1),
+        (_kill("IIG", SYNC, rank=0, call="torch.save", number=1), 1),
+        (_kill("IIG", SYNC, rank=0, call="exchange"), 1),
+        (_kill("IIG", ASYNC, rank=0, call="exchange"), 1),
     ),
 ]
 

@@ -7,8 +7,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -48,19 +47,9 @@ JOBS = {  # and bounds
 }
 
 
-@contextmanager
-def emulated_clock(model: Any) -> Iterator[None]:
-    """Take micro-batches to last 0.1 s, on the second half of the ranks 0.3 s."""
-    seconds = 0.3 if dist.get_rank() >= dist.get_world_size() // 2 else 0.1
-    runs: list[Any] = []
-    model.register_forward_pre_hook(lambda *_: runs.append(None))
-    with mock.patch.object(pace, "time", SimpleNamespace(perf_counter=lambda: seconds * len(runs))):
-        yield
-
-
 def train(kind: str, zero: dict[str, Any], steps: Any, how: str, folder: str = "") -> Record:
     """Train. The first step is saved to a folder, or loaded if it is there. ``how``: "oracle"; "last", in a context of
-    last batches; "own", numbers of groups; or "measured", while the second half of the ranks is slow."""
+    last batches; "own", numbers of groups; or "measured", by a clock on which the second half of the ranks is slow."""
     number = {"gradient_accumulation_steps": {"own": None, "measured": 2}[how]} if how in ("own", "measured") else {}
     job = replace(JOBS[kind][0], sizes=networks.SQUARE, accumulation=max(map(max, steps)), config=number)
     engine, model = training.make_engine(job, {**SMALL, "overlap_comm": True, **job.zero, **zero})
@@ -68,10 +57,13 @@ def train(kind: str, zero: dict[str, Any], steps: Any, how: str, folder: str = "
     if is_saved:
         engine.load_checkpoint(folder)
     rank, data, record = dist.get_rank(), training.batches(job), Record([0.0], torch.empty(0), [], [], [])
+    context: Any = deepspeed_ext.last_batches(engine) if how == "last" else nullcontext()
     if how == "measured":
+        seconds = [0.0]
         assert "Accelerate" in error_of(engine.set_gradient_accumulation_boundary, True)
-    contexts = {"last": lambda: deepspeed_ext.last_batches(engine), "measured": lambda: emulated_clock(model)}
-    with contexts.get(how, nullcontext)():
+        model.register_forward_pre_hook(lambda *_: seconds.append(0.05 + 0.1 * (rank >= dist.get_world_size() // 2)))
+        context = mock.patch.object(pace, "time", SimpleNamespace(perf_counter=lambda: sum(seconds)))
+    with context:
         for step, numbers in enumerate(steps):
             counts = [[1 + (r + at) % 3 * (kind == "tokens") for at in range(n)] for r, n in enumerate(numbers)]
             own = list(zip(islice(data, numbers[rank]), counts[rank], strict=False))
@@ -164,7 +156,7 @@ def test_measured_numbers_are_used_and_kept(ranks: Any, tmp_path: Path, name: st
         expected = run(train, "plain", {"stage": 1}, steps, "oracle")[0]
         assert record.weights.allclose(expected.weights, 1e-5, 1e-6)
     (entry,) = json.loads(file.read_text())["decisions"]
-    assert entry["plan"]["paro_micro_batches"] == [3, 1] and entry["plan"]["paces"] == pytest.approx([0.1, 0.3])
+    assert entry["plan"] == {"paro_micro_batches": [3, 1], "paces": pytest.approx([0.05, 0.15])}
 
 
 def test_a_report_has_the_numbers_and_waits_of_groups(ranks: Any, tmp_path: Path) -> None:
