@@ -27,12 +27,10 @@ from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
 from deepspeed_ext.comm import host_channel
 from deepspeed_ext.comm.disjoint_groups import timeout_of
-from deepspeed_ext.comm.host_channel import HostChannel
 from tests.harness import pipelines, saves, snapshots, training
 from tests.harness.tiers import deep, with_cases
-from tests.harness.training import PARTITIONED, REPLICATED, placed
 
-ALL = (*REPLICATED, *PARTITIONED)
+ALL = (*training.REPLICATED, *training.PARTITIONED)
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FEW_BITS: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
 EVERYTHING = {**FEW_BITS, "paro_overlap_updates": True, "overlap_comm": True}
@@ -160,7 +158,7 @@ def failing(fault: str, rank: int) -> Iterator[None]:
 
 
 def host_groups() -> int:
-    channels = [channel for channel in gc.get_objects() if isinstance(channel, HostChannel)]
+    channels = [channel for channel in gc.get_objects() if isinstance(channel, host_channel.HostChannel)]
     return sum(group.gloo is not None for channel in channels for group in channel._groups)
 
 
@@ -201,7 +199,7 @@ def faults_case(
     job = dataclasses.replace(job, boundary=boundary, accumulation=2)
     runs = []
     for _ in range(2):
-        engine, model = training.make_engine(job, placed(name))
+        engine, model = training.make_engine(job, training.placed(name))
         runs.append(saves.Run(engine, model, job, folder))
     run, undisturbed = runs
     run.step()
@@ -259,7 +257,7 @@ def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], st
     runs = []
     for number, (name, keys) in enumerate((("NIG", {}), ("IIG", {"use_node_local_storage": True}))):
         job = snapshots.job_of(checkpoint={**saves.ASIDE["checkpoint"], **keys})
-        engine, model = training.make_engine(job, placed(name))
+        engine, model = training.make_engine(job, training.placed(name))
         runs.append(saves.Run(engine, model, job, f"{folder}/{number}"))
     if dist.get_rank() == 2:
         no_thread = mock.Mock(side_effect=RuntimeError("can't start new thread"))
@@ -298,7 +296,7 @@ def test_a_save_outlives_the_process_groups(ranks: Any, tmp_path: Path) -> None:
 
 
 def outliving_case(folder: str) -> str:
-    engine, _ = training.make_engine(snapshots.job_of(**saves.ASIDE), placed("NIG", 1))
+    engine, _ = training.make_engine(snapshots.job_of(**saves.ASIDE), training.placed("NIG", 1))
     engine.save_checkpoint(folder, "1")
     deepspeed.comm.destroy_process_group()
     engine.checkpoint_engine.cleanup()
@@ -326,7 +324,7 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     brief = timedelta(seconds=2.5)
     patched = mock.patch.object(host_channel, "timeout_of", lambda group: brief)
     with patched:
-        engine, _ = training.make_engine(job, placed("NIG", 1))
+        engine, _ = training.make_engine(job, training.placed("NIG", 1))
     files, saved = engine.checkpoint_engine, f"{folder}/saved"
     complete = Snapshot.complete_copies
 
@@ -335,14 +333,14 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
         complete(self)
 
     def losing(name: str) -> Any:
-        communicate = getattr(HostChannel, name)
+        communicate = getattr(host_channel.HostChannel, name)
 
-        def lose(self: HostChannel, *args: Any) -> Any:
+        def lose(self: host_channel.HostChannel, *args: Any) -> Any:
             if dist.get_rank() == 1:
                 self.close()
             return communicate(self, *args)
 
-        return mock.patch.object(HostChannel, name, lose)
+        return mock.patch.object(host_channel.HostChannel, name, lose)
 
     def save(tag: str) -> None:
         engine.save_checkpoint(saved, tag)

@@ -24,7 +24,6 @@ from deepspeed_ext.checkpoint.host_writer import HostWriter
 from tests.harness import experts, networks, saves, snapshots, training
 from tests.harness.save_faults import flip
 from tests.harness.tiers import deep, with_cases
-from tests.harness.training import PARTITIONED, REPLICATED
 from tests.harness.verification import verified
 
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -36,7 +35,7 @@ HOST_BYTES = 992  # in two buffers, less than most tensors have
     "dtype, names",
     ("bf16", ("NIG", "IIG")),
     ("fp32", ("III", "3")),
-    *deep(("fp32", REPLICATED), ("bf16", PARTITIONED)),
+    *deep(("fp32", training.REPLICATED), ("bf16", training.PARTITIONED)),
 )
 def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
     for name, (rank, differing, tied, trained, most) in ranks(4).each(parity_case, names, str(tmp_path), dtype):
@@ -120,7 +119,7 @@ def parity_case(name: str, folder: str, dtype: str) -> Any:
     "kind, names",
     ("MoE", ("NIG",)),
     ("AutoEP", ("IIG",)),
-    *deep(("AutoEP", ("NIG",)), ("MoE", REPLICATED), ("AutoEP", PARTITIONED)),
+    *deep(("AutoEP", ("NIG",)), ("MoE", training.REPLICATED), ("AutoEP", training.PARTITIONED)),
 )
 def test_experts_are_exported_as_in_a_full_model(ranks: Any, tmp_path: Path, kind: str, names: Sequence[str]) -> None:
     for name, (began_alike, apart) in ranks(4).each(experts_case, names, str(tmp_path), kind):
@@ -306,7 +305,7 @@ def refused_case(folder: str) -> list[str]:
     return results
 
 
-@with_cases("names", ("NIG", "IIG"), *deep((REPLICATED,), (PARTITIONED,)))
+@with_cases("names", ("NIG", "IIG"), *deep((training.REPLICATED,), (training.PARTITIONED,)))
 def test_save_16bit_model_writes_all_weights_or_nothing(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
     for name, row in ranks(4).each(bit16_case, names, str(tmp_path)):
         assert row == (True, [], ["pytorch_model.bin"]), (name, row)
@@ -320,7 +319,7 @@ def bit16_case(name: str, folder: str) -> tuple[bool, list[str], list[str]]:
         raise OSError(28, "No space left on device")
 
     job = training.Job(dtype="bf16", frozen=(1,), empty=False, network=snapshots.Buffered)
-    zero = {"paro_strategy": name, "paro_group_size": 2, **(GATHER if name in PARTITIONED else {})}
+    zero = {"paro_strategy": name, "paro_group_size": 2, **(GATHER if name in training.PARTITIONED else {})}
     engine, model = training.make_engine(job, zero)
     snapshots.mark(engine, model)
     snapshots.run(engine, job, snapshots.steps_of(job, 2))

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ext.checkpoint import folder as module
 from deepspeed_ext.checkpoint import owned_folder
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from tests.harness.tiers import deep, with_cases
@@ -285,10 +284,10 @@ def left_in(folder: Path) -> list[str]:
 
 def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) -> Any:
     """Save to tag "one", then to ``tag``, killed before a call; the second folder, or None if it came to its end."""
-    folder = module.CheckpointFolder(path, "one")
+    folder = CheckpointFolder(path, "one")
     save(folder, "first")
     (folder.path / "tokenizer.json").write_text("of somebody else")
-    folder = module.CheckpointFolder(path, tag)
+    folder = CheckpointFolder(path, tag)
     count, write_text = 0, Path.write_text
 
     def guarded(original: Any) -> Any:

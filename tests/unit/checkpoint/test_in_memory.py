@@ -26,7 +26,6 @@ from deepspeed_ext.checkpoint.loading import _warn_if_older
 from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
 from deepspeed_ext.comm.agreement import broadcast_text
 from tests.harness import logs, memory_saves, snapshots, training
-from tests.harness.logs import logged
 from tests.harness.tiers import deep, with_cases
 
 LOST = [("NIG + LoCo", 1), ("IIG", 0)]
@@ -395,7 +394,7 @@ def test_free_bytes_respect_memory_and_control_groups(
 @pytest.mark.quick
 def test_an_older_latest_universal_logs_a_warning(tmp_path: Path) -> None:
     universal, latest = tmp_path / "latest_universal", tmp_path / "latest"
-    with logged() as lines:
+    with logs.logged() as lines:
         universal.touch()
         _warn_if_older(universal, latest)
         latest.touch()

@@ -12,7 +12,6 @@ from deepspeed_ext.comm import collectives, layout
 from deepspeed_ext.comm.packing import align_rows
 from deepspeed_ext.comm.spans import Span
 from tests.harness import training
-from tests.harness.training import PARTITIONED, REPLICATED
 
 
 @pytest.mark.quick
@@ -36,7 +35,7 @@ def test_rows_are_padded_to_16_elements(windows: list[tuple[int, int]]) -> None:
     assert (padded.data_ptr() == row.data_ptr()) == (windows == [(0, 32)])  # a view where that can be
 
 
-@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
+@pytest.mark.parametrize("names", [training.REPLICATED, training.PARTITIONED], ids=["p=N", "p=I,G"])
 def test_message_parts_start_at_multiples_of_16_bytes(ranks: Any, names: tuple[str, ...]) -> None:
     for begins in ranks(6).run(begins_case, names):
         assert begins.keys() == set(names)

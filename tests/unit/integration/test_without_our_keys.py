@@ -32,7 +32,6 @@ from deepspeed_ext.integration import activation, fork, patcher, patches
 from scripts import ROOT
 from tests.harness import mixtures, pipelines, snapshots, training
 from tests.harness.logs import logged
-from tests.harness.snapshots import error_of
 from tests.harness.training import Job
 
 REPLACED = [patch.target.removeprefix("deepspeed.") for patch in (*patches.REPLACED, *patches.OTHER_PACKAGES)]
@@ -328,4 +327,4 @@ def test_pipelines_with_zero_2_raise_without_us(ranks: Any) -> None:
 
 def pipeline_case() -> str:
     with without_us():
-        return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 2})
+        return snapshots.error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 2})

@@ -16,13 +16,12 @@ import torch
 from deepspeed_ext.comm import collectives
 from tests.harness import networks, parity_table, training
 from tests.harness.combinations import Row
-from tests.harness.parity_table import STRATEGIES, TABLES
 from tests.harness.training import SMALL, Difference, Job, placed
 
 
 def rows(tier: str) -> Iterator[Any]:
     """Yield the rows of a tier; rows with all options are quick."""
-    everything = {kind: parity_table.row_name(kind, table.everything()) for kind, table in TABLES.items()}
+    everything = {kind: parity_table.row_name(kind, table.everything()) for kind, table in parity_table.TABLES.items()}
     for kind, name, strategies in parity_table.cases(tier):
         marks = [pytest.mark.quick] * (name == everything[kind]) + [pytest.mark.deep] * (tier == "deep")
         yield pytest.param(kind, name, strategies, marks=marks, id=f"{tier}, {kind}: {name}")
@@ -68,7 +67,7 @@ def compared(kind: str, row: Row, strategies: Sequence[str]) -> list[Difference]
 
 @pytest.mark.parametrize("kind", ["N", "I, G"])
 def test_uninitialized_memory_is_never_used(ranks: Any, kind: str) -> None:
-    training.check(ranks(6).run(nan_case, STRATEGIES[kind][1::2])[0])
+    training.check(ranks(6).run(nan_case, parity_table.STRATEGIES[kind][1::2])[0])
 
 
 def nan_case(names: tuple[str, ...]) -> list[Difference]:

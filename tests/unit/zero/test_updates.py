@@ -22,9 +22,8 @@ from deepspeed_ext.zero.flat.update_gathers import UpdateGathers
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from deepspeed_ext.zero.shards import Window
 from tests.harness import networks, training
-from tests.harness.training import SEVERAL_BUCKETS, placed
 
-AHEAD = placed("NIG", group_size=1, paro_overlap_updates=True, **SEVERAL_BUCKETS)
+AHEAD = training.placed("NIG", group_size=1, paro_overlap_updates=True, **training.SEVERAL_BUCKETS)
 
 
 @pytest.mark.quick
@@ -227,7 +226,7 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
     sub_groups, waited, weights = set[int](), list[int](), dict[str, Any]()
     for name, windows, extra in (("one", 1, {}), ("many", 16, {}), ("many, exact", 16, exact)):
         with mock.patch.multiple(strategy, _LEAST_BUCKET=1, _BUCKETS=windows):  # windows of a small model, too
-            engine, model, data = training.begin(job, placed("IIG", **extra))
+            engine, model, data = training.begin(job, training.placed("IIG", **extra))
             for number in range(job.steps):
                 training.step(engine, job, number, data)
         sub_groups.add(len(engine.optimizer.fp16_groups))
