@@ -75,33 +75,27 @@ def cases(zeros: list[dict[str, Any]]) -> list[tuple[int, Counter[str]]]:
 def case(zero: dict[str, Any]) -> tuple[int, Counter[str]]:
     """The model's parameters, and the elements that a step has given to each collective, small ones left out."""
     import contextlib
-    from unittest import mock
+    import functools
 
     import torch
     from deepspeed import comm
 
-    from tests.harness import training
+    from tests.harness import calls, training
 
     job = training.Job(sizes=WIDTHS, empty=False, accumulation=ACCUMULATION)
     moved: Counter[str] = Counter()
 
-    def counted(name: str) -> Any:
-        original = getattr(comm.comm.cdb, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-            elements = max((tensor.numel() for tensor in tensors), default=0)
-            if elements > SMALL:
-                whole = torch.distributed.get_world_size() if name == "all_gather" else 1  # it takes a list of shards
-                moved[name] += elements * whole
-            return original(*args, **kwargs)
-
-        return mock.patch.object(comm.comm.cdb, name, call)
+    def count(name: str, *args: Any, **kwargs: Any) -> None:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        elements = max((tensor.numel() for tensor in tensors), default=0)
+        if elements > SMALL:
+            whole = torch.distributed.get_world_size() if name == "all_gather" else 1  # it takes a list of shards
+            moved[name] += elements * whole
 
     engine, model, data = training.begin(job, zero)
     with contextlib.ExitStack() as patches:
         for name in COLLECTIVES:
-            patches.enter_context(counted(name))
+            patches.enter_context(calls.before(comm.comm.cdb, name, functools.partial(count, name)))
         for number in range(ACCUMULATION):
             training.step(engine, job, number, data)
     engine.destroy()

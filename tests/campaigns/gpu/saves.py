@@ -20,7 +20,7 @@ from deepspeed_ext.checkpoint.snapshots import Snapshot
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause
 from tests.campaigns.gpu.states import shared_folder
-from tests.harness import memory_saves, saves, snapshots, training
+from tests.harness import calls, memory_saves, saves, snapshots, training
 from tests.harness.device_on_host import cases
 from tests.harness.fake_wire import WITHOUT_TIMER
 
@@ -80,7 +80,7 @@ def _title(*row: Any) -> str:
 def late(setup: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
     """Within this context, a stream sleeps before it copies; yields how many copies each save makes behind the steps.
     On the host a thread copies late instead: ``saves.late_copies``."""
-    copy, seal, put, behind = Snapshot._copy_on_stream, Snapshot.start_device_copies, HostWriter.put, list[int]()
+    copy, behind = Snapshot._copy_on_stream, list[int]()
 
     def copied(self: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         copy(self, [])  # makes the stream
@@ -88,18 +88,10 @@ def late(setup: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
             pause(setup, milliseconds if pairs is self._on_device else AT_ONCE)
         copy(self, pairs)
 
-    def sealed(self: Any) -> None:
-        behind.append(len(self._on_device))
-        seal(self)
-
-    def handed(self: Any, *args: Any, **kwargs: Any) -> int:
-        pause(setup, AT_ONCE)
-        return put(self, *args, **kwargs)
-
     with (
         mock.patch.object(Snapshot, "_copy_on_stream", copied),
-        mock.patch.object(Snapshot, "start_device_copies", sealed),
-        mock.patch.object(HostWriter, "put", handed),
+        calls.before(Snapshot, "start_device_copies", lambda snapshot: behind.append(len(snapshot._on_device))),
+        calls.before(HostWriter, "put", lambda *_, **__: pause(setup, AT_ONCE)),
     ):
         yield behind
 
@@ -149,13 +141,7 @@ def _seen_without_the_wait(setup: Any) -> None:
 def _memory(setup: Any) -> None:
     """See that host memory is pinned where there is a GPU, and made once."""
     job, pinned = training.Job(optimizer="Adam", empty=False, config=saves.ASIDE), set[bool]()
-    empty, at = HostWriter._next_buffer, list[set[int]]()
-
-    def taken(self: Any) -> Any:
-        buffer = empty(self)
-        pinned.add(buffer.bytes.is_pinned())
-        return buffer
-
+    at: list[set[int]] = []
     engine, _ = training.make_engine(job, training.placed("GGG"))  # all ranks write
     with shared_folder() as folder:
         for number in range(3):
@@ -166,7 +152,7 @@ def _memory(setup: Any) -> None:
             retained = [item for group in free.values() for item in group]
             pinned |= {item.is_pinned() for item in retained}
             at.append({item.data_ptr() for item in retained})
-        with mock.patch.object(HostWriter, "_next_buffer", taken):
+        with calls.after(HostWriter, "_next_buffer", lambda buffer, _: pinned.add(buffer.bytes.is_pinned())):
             import deepspeed_ext
 
             deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=1)

@@ -5,7 +5,6 @@
 import dataclasses
 import gc
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,7 +26,7 @@ from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
 from deepspeed_ext.comm import host_channel
 from deepspeed_ext.comm.disjoint_groups import timeout_of
-from tests.harness import pipelines, saves, snapshots, training
+from tests.harness import calls, pipelines, saves, snapshots, training
 from tests.harness.tiers import deep, with_cases
 
 ALL = (*training.REPLICATED, *training.PARTITIONED)
@@ -326,21 +325,10 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     with patched:
         engine, _ = training.make_engine(job, training.placed("NIG", 1))
     files, saved = engine.checkpoint_engine, f"{folder}/saved"
-    complete = Snapshot.complete_copies
 
-    def slowly(self: Snapshot) -> None:
-        time.sleep(seconds * dist.get_rank())
-        complete(self)
-
-    def losing(name: str) -> Any:
-        communicate = getattr(host_channel.HostChannel, name)
-
-        def lose(self: host_channel.HostChannel, *args: Any) -> Any:
-            if dist.get_rank() == 1:
-                self.close()
-            return communicate(self, *args)
-
-        return mock.patch.object(host_channel.HostChannel, name, lose)
+    def lose(channel: Any, *_: Any) -> None:
+        if dist.get_rank() == 1:
+            channel.close()
 
     def save(tag: str) -> None:
         engine.save_checkpoint(saved, tag)
@@ -354,12 +342,12 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     files.finish()
     before = timeout_of(None)
     distributed_c10d._set_pg_timeout(brief, dist.get_world_group())
-    with patched, mock.patch.object(Snapshot, "complete_copies", slowly):
+    with patched, saves.late_copies(seconds * dist.get_rank()):
         slow = [snapshots.error_of(save, "slow"), Path(saved, "latest").read_text()]
     distributed_c10d._set_pg_timeout(before, dist.get_world_group())
     lost = []
     for name, act in (("all_reduce_sum", save), ("exchange", save), ("exchange_text", save_in_memory)):
-        with losing(name):
+        with calls.before(host_channel.HostChannel, name, lose):
             lost.append(snapshots.error_of(act, "lost"))
     with mock.patch.object(residuals, "save", side_effect=RuntimeError("in the middle")):
         lost.append(snapshots.error_of(save, "in the middle"))

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import deepspeed_ext
 from deepspeed_ext.checkpoint.folder import RECORD, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
-from tests.harness import experts, networks, saves, snapshots, training
+from tests.harness import calls, experts, networks, saves, snapshots, training
 from tests.harness.save_faults import flip
 from tests.harness.tiers import deep, with_cases
 from tests.harness.verification import verified
@@ -198,20 +198,19 @@ def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
     def contents() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder, "weights").iterdir()}
 
-    def fail(self: HostWriter, buffer: Any) -> None:
-        write(self, buffer)
+    def fail(*_: Any) -> None:
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
 
     def export(**more: Any) -> Any:
         return deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=2, max_shard_bytes=2000, **more)
 
-    job, write = training.Job(empty=False), HostWriter._write
+    job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG"))
     export()
     before = contents()
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    with mock.patch.object(HostWriter, "_write", fail):
+    with calls.after(HostWriter, "_write", fail):
         at_once = snapshots.error_of(export)
         export(asynchronous=True)._writer.join()
     later = snapshots.error_of(export)

@@ -24,7 +24,7 @@ from deepspeed_ext.checkpoint import folder as folders
 from deepspeed_ext.checkpoint.files import CheckpointFiles, wrap
 from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.zero import checkpoint_ranks
-from tests.harness import snapshots, training
+from tests.harness import calls, snapshots, training
 from tests.harness.logs import logged
 from tests.harness.save_faults import ASIDE, AT_ONCE, Fault, flip
 from tests.harness.save_faults import run as run_fault
@@ -389,15 +389,9 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[st
     saved = snapshots.snapshot(engine, model, job)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     fail = mock.Mock(side_effect=OSError("no space for names"))
-    revert = folders.CheckpointFolder.revert
-
-    def revert_late(taken: folders.CheckpointFolder) -> None:
-        time.sleep(0.5)
-        revert(taken)
-
     with (
         mock.patch.object(folders, "replace_text", fail if dist.get_rank() == 2 else folders.replace_text),
-        mock.patch.object(folders.CheckpointFolder, "revert", revert_late),
+        calls.before(folders.CheckpointFolder, "revert", lambda _: time.sleep(0.5)),
     ):
         message = error_of(engine.save_checkpoint, disk, tag)
     engine.load_checkpoint(disk)

@@ -25,7 +25,7 @@ from deepspeed_ext.checkpoint import commit, in_memory, memory_folder, memory_re
 from deepspeed_ext.checkpoint.loading import _warn_if_older
 from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
 from deepspeed_ext.comm.agreement import broadcast_text
-from tests.harness import logs, memory_saves, snapshots, training
+from tests.harness import calls, logs, memory_saves, snapshots, training
 from tests.harness.tiers import deep, with_cases
 
 LOST = [("NIG + LoCo", 1), ("IIG", 0)]
@@ -243,18 +243,13 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
     """Return the shards that this rank holds, by the ranks that wrote them; bytes that it has asked for, and of the
     files of these ranks, which share one of weights; the most numbers that it has sent to all ranks at once; warnings;
     and the error of a node without room."""
-    rank, sent, rows, gather = dist.get_rank(), [], [], in_memory.all_gather_rows
-
-    def gathered(values: list[int]) -> torch.Tensor:
-        sent.append(values)
-        rows.append(gather(values))
-        return rows[-1]
-
+    rank, messages = dist.get_rank(), []
     config = {"checkpoint": {"async_save": True, "memory_folder": base, "memory_copies": copies}}
     job = training.Job(optimizer="Adam", empty=False, config=config)
     engine, _ = training.make_trained(job, training.placed("NGG", 1))
     in_memory._warn_once.cache_clear()
-    with mock.patch.object(in_memory, "all_gather_rows", gathered), logs.logged() as lines:
+    gathers = calls.after(in_memory, "all_gather_rows", lambda rows, values: messages.append((values, rows)))
+    with gathers, logs.logged() as lines:
         deepspeed_ext.save_in_memory(engine, f"{base}/saved")
         engine.checkpoint_engine.finish()
     dist.barrier()
@@ -262,6 +257,7 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
     retained = sorted(int(path.name.split("_")[3]) for path in shards)
     parts = (json.loads(path.read_text())["part"] for path in Path(base).glob("*/*/manifest.json"))
     assert all(abs(Part.from_json(part).save.time - time.time()) < 3600 for part in parts)
+    sent, rows = zip(*messages, strict=True)
     sizes = {key: size for item in retained for key, size in rows[0][item, 2:].view(-1, 2).tolist()}
     with mock.patch.object(MemoryFolder, "free_bytes", 1000):
         message = snapshots.error_of(deepspeed_ext.save_in_memory, engine, f"{base}/saved", "full")

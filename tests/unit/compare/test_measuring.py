@@ -18,7 +18,7 @@ from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.tools import clocks
 from deepspeed_ext.tools.compare import measuring
 from deepspeed_ext.tools.compare.run_spec import UNFINISHED, VARIABLE, RunSpec, current_run_spec
-from tests.harness import training
+from tests.harness import calls, training
 from tests.harness.pipelines import Pipe, train_pipeline
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import Job, configuration, make_engine
@@ -44,13 +44,8 @@ def launched(turn: RunSpec) -> Iterator[None]:
 def train_case(report: str, zero: dict[str, Any], steps: int = 10, **job: Any) -> tuple[list[float], Any]:
     """Return the losses of this rank's micro-batches, and the status with which the script was ended."""
     losses: list[float] = []
-    micro_step = training.micro_step
-
-    def noted(*args: Any) -> float:
-        losses.append(micro_step(*args))
-        return losses[-1]
-
-    with launched(RunSpec(STEPS, WARM_UP, report)), mock.patch.object(training, "micro_step", noted):
+    noted = calls.after(training, "micro_step", lambda loss, *_: losses.append(loss))
+    with launched(RunSpec(STEPS, WARM_UP, report)), noted:
         try:
             training.train(Job(steps=steps, **job), zero)
         except SystemExit as ended:

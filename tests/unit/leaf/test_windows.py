@@ -19,7 +19,7 @@ from deepspeed_ext.comm import collectives
 from deepspeed_ext.leaf.modules import Settings, choose, expert_bytes
 from deepspeed_ext.leaf.setup import LiveLimits, _least_bytes, predicted_live, summaries
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
-from tests.harness import mixtures, snapshots, training
+from tests.harness import calls, mixtures, snapshots, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.tiers import deep, since, with_cases
 
@@ -174,21 +174,19 @@ def measured_case(strategy: str) -> Any:
     """Return for strategies: the elements gathered at a time, their prediction, and those of two windows; and the
     bytes that this rank receives in two steps with windows, and without."""
     tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-    start = collectives.pairwise_all_to_all
     counted: dict[str, int] = {}
 
-    def count(group: Any, received: Sequence[Any], sent: Sequence[Any], name: str) -> Any:
+    def count(group: Any, received: Sequence[Any], sent: Sequence[Any], name: str) -> None:
         own, hop = dist.get_rank(group=group), name.split("_")[0]
         arriving = sum(part.numel() * part.element_size() for at, part in enumerate(received) if at != own)
         counted[hop] = counted.get(hop, 0) + arriving
-        return start(group, received, sent, name)
 
     job = mixtures.job_of(mixtures.Packed)
     most, traffic = [], []
     for keys in (mixtures.WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
         engine, _ = training.make_engine(replace(job, zero=tight), training.placed(strategy, **keys))
         counted.clear()
-        with mock.patch.object(collectives, "pairwise_all_to_all", count):
+        with calls.before(collectives, "pairwise_all_to_all", count):
             for x, y in (batch for batch, _ in zip(training.batches(job), range(2), strict=False)):
                 engine.backward(((engine(x) - y) ** 2).mean())
                 engine.step()
@@ -262,15 +260,12 @@ def given_up_case(name: str) -> bool:
         data = training.batches(job)
         skipped = next(data)
         if interrupted:
-            hooks: Any = windowed.hooks
-            reduce = hooks.reduce_window
 
-            def interrupt(module: Any, number: int, *rest: Any) -> None:
+            def interrupt(module: Any, number: int, *_: Any) -> None:
                 if not number:
                     raise Interrupted
-                reduce(module, number, *rest)
 
-            with mock.patch.object(hooks, "reduce_window", interrupt), pytest.raises(Interrupted):
+            with calls.before(windowed.hooks, "reduce_window", interrupt), pytest.raises(Interrupted):
                 training.micro_step(engine, job, 0, *skipped)
         for number in range(2):
             training.step(engine, job, number, data)

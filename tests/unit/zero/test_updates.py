@@ -21,7 +21,7 @@ from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.zero.flat.update_gathers import UpdateGathers
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from deepspeed_ext.zero.shards import Window
-from tests.harness import networks, training
+from tests.harness import calls, networks, training
 
 AHEAD = training.placed("NIG", group_size=1, paro_overlap_updates=True, **training.SEVERAL_BUCKETS)
 
@@ -49,8 +49,7 @@ def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
 def updates_held_until_waited_for() -> Iterator[threading.Event]:
     """Keep updates in flight in this context until code waits for them; the wait sets the event."""
     gate = threading.Event()
-    gather, start = FlatUpdates.gather_window, UpdateGathers.start
-    wait_for, drain = UpdateGathers.wait_for, UpdateGathers.drain
+    gather = FlatUpdates.gather_window
 
     class Held:
         def wait(self) -> None:
@@ -60,23 +59,15 @@ def updates_held_until_waited_for() -> Iterator[threading.Event]:
         yield Held()
         return (yield from gather(self, window))
 
-    def started(self: Any) -> None:
-        self.drain()
+    def close(gathers: Any) -> None:
+        gathers.drain()
         gate.clear()
-        start(self)
-
-    def waited(self: Any, number: int) -> None:
-        gate.set()
-        wait_for(self, number)
-
-    def drained(self: Any) -> None:
-        if self.in_flight:
-            gate.set()
-        drain(self)
 
     with (
         mock.patch.object(FlatUpdates, "gather_window", late),
-        mock.patch.multiple(UpdateGathers, start=started, wait_for=waited, drain=drained),
+        calls.before(UpdateGathers, "start", close),
+        calls.before(UpdateGathers, "wait_for", lambda *_: gate.set()),
+        calls.before(UpdateGathers, "drain", lambda gathers: gathers.in_flight and gate.set()),
     ):
         yield gate
 
