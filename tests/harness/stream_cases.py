@@ -286,13 +286,11 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     sharded = [item for item in families if isinstance(item, ShardedGradients)]
     on_host = [item for item in sharded if item.accumulator.device.type == "cpu" and item.rows == 1]
     parts += [(item, name) for item in on_host for name in ("_prepare_accumulator", "_clear_padding")]
-    align_rows = redistribution.align_rows
 
-    def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
+    def read(windows: Sequence[Tensor], *_: Any) -> None:
         with order.by_host():
             for window in windows:
                 window.sum()
-        return align_rows(windows, *args)
 
     def block(*_: Any) -> None:
         order.synchronize("stream", order.current.clock)
@@ -305,7 +303,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         if on_host and engine.zero_cpu_offload():
             for item in on_host:  # whose copies to the host block it
                 patches.enter_context(calls.after(item, "_store_sums", block))
-            patches.enter_context(mock.patch.object(redistribution, "align_rows", converted_by_host))
+            patches.enter_context(calls.before(redistribution, "align_rows", read))  # which converts on the host
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
         yield
