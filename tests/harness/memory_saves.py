@@ -41,10 +41,7 @@ def writers_in(base: str, node: int) -> dict[str, int]:
 
 def lose(base: str, node: int) -> None:
     """Remove all memory of a node. Collective."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(Path(base, f"node{node}"))
-    dist.barrier()
+    snapshots.on_first_rank(shutil.rmtree, f"{base}/node{node}")
 
 
 def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:

@@ -319,10 +319,7 @@ class Run:
         from deepspeed_ext.checkpoint.folder import RECORD
 
         path, before = victim(fault), self.digest()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            KINDS[fault.kind].act(fault, ())
-        dist.barrier()
+        self._snapshots.on_first_rank(KINDS[fault.kind].act, fault, ())
         error = self._snapshots.error_of(self.engine.load_checkpoint, "saved")
         if not error:  # the version in the record may have changed; the files are good
             assert path.name == RECORD, f"{path} is loaded"

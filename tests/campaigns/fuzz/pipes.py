@@ -13,9 +13,9 @@ from deepspeed.runtime.utils import partition_uniform
 
 from tests.campaigns.fuzz import oracles
 from tests.campaigns.fuzz.cases import ORACLE, PipeCase
-from tests.campaigns.fuzz.events import shared_folder
 from tests.harness import pipelines, stream_cases
 from tests.harness.pipelines import Pipe, Trained
+from tests.harness.snapshots import shared_folder
 from tests.harness.stream_order import device_with_streams
 from tests.harness.training import placed
 
@@ -82,10 +82,10 @@ def _resumed(case: PipeCase, pipe: Pipe, keys: dict[str, Any], ours: Trained) ->
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     losses = [float(engine.train_batch(data)) for _ in range(case.resumed)]
     with shared_folder() as folder:
-        engine.save_checkpoint(str(folder), client_state={"steps": case.resumed})
+        engine.save_checkpoint(folder, client_state={"steps": case.resumed})
         engine.destroy()
         engine = pipelines.make_pipeline(pipe, keys)
-        path, client_state = engine.load_checkpoint(str(folder))
+        path, client_state = engine.load_checkpoint(folder)
         assert path is not None and client_state["steps"] == case.resumed
     losses += [float(engine.train_batch(data)) for _ in range(pipe.steps - case.resumed)]
     weights, _ = pipelines.everybodys_weights(engine.module)

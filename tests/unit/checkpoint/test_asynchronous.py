@@ -4,7 +4,6 @@
 
 import dataclasses
 import gc
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -84,19 +83,16 @@ def memory_case(name: str) -> tuple[int, list[int], int, int, list[int]]:
     files = engine.checkpoint_engine
     buffers, write, paths = files.async_saves.buffers, files.write, set[str]()
     files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
-        dist.broadcast_object_list(shared, 0)
-        folder, retained, addresses = Path(shared[0]), [], set()
+    with snapshots.shared_folder() as folder:
+        retained, addresses = [], set()
         for extra in ({}, {}, {}, {"more": torch.zeros(1000)}, {}):  # the last frees what the larger one had
             engine.save_checkpoint(folder, "tag", extra)
             files.finish()
             retained.append(buffers.nbytes)
             if len(retained) == 3:
-                written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
+                written = sum(Path(folder, "tag", Path(path).name).stat().st_size for path in paths)
             if len(retained) <= 3:
                 addresses.add(tuple(sorted(item.data_ptr() for group in buffers._free.values() for item in group)))
-        dist.barrier()
     return dist.get_rank(), retained[:3], written, len(addresses), retained[3:]
 
 

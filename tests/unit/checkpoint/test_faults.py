@@ -115,16 +115,10 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
     for file, fault, parts in files_of(name, universal):
         path = Path(folder, tag, file)
         good = {path: path.read_bytes() for path in (path, path.with_name(folders.RECORD)) if path.exists()}
-        dist.barrier()
-        if dist.get_rank() == 0:
-            spoil(path, fault)
-        dist.barrier()
+        snapshots.on_first_rank(spoil, path, fault)
         messages.append(error_of(engine.load_checkpoint, folder, tag=tag, **parts))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            for path, content in good.items():
-                path.write_bytes(content)
-        dist.barrier()
+        for path, content in good.items():
+            snapshots.on_first_rank(path.write_bytes, content)
     changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
     engine.load_checkpoint(folder, tag=tag)
     return messages, changed, snapshots.difference(saved, snapshots.snapshot(engine, model, job))

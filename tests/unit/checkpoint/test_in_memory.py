@@ -136,10 +136,7 @@ def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
         folder = f"{base}/{case}_saved"
         with mock.patch.object(MemoryFolder, *CHANGED[case]) if case in CHANGED else nullcontext():
             error = three_saves(engine, job, folder, case)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            spoil(base, folder, case)
-        dist.barrier()
+        snapshots.on_first_rank(spoil, base, folder, case)
         if case == "model":
             engine.destroy()
             job = dataclasses.replace(job, sizes=(13, 36, 29, 7))
