@@ -3,9 +3,9 @@
 """Compares a pipeline with its oracle; inside rank processes only. The oracle is DeepSpeed's own pipeline with ZeRO-1;
 where a stage has nothing to train, which fails there, it is plain torch, without a pipeline."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,8 @@ def judge_pipe(case: PipeCase) -> Verdict:
     print(ORACLE, flush=True)
     oracle = "oracle: torch" if rests(pipe) else "oracle: stage 1"
     try:
-        stock = pipelines.train_whole(pipe, replicas) if rests(pipe) else _stock(case, pipe)
+        plain = replace(pipe, zero={key: case.zero[key] for key in case.zero if key in oracles.OF_PIPELINES})
+        stock = pipelines.train_whole(pipe, replicas) if rests(pipe) else pipelines.train_pipeline(plain, {"stage": 1})
     except Exception as error:
         return Verdict(problems, [f"stock raises {type(error).__name__}: {str(error)[:80]}"])
     if not {"zeropp_loco_param", "paro_quantized_updates"} & case.zero.keys():
@@ -57,11 +58,6 @@ def rests(pipe: Pipe) -> bool:
     """Whether a stage has nothing to train."""
     bounds = itertools.pairwise(partition_uniform(len(pipe.widths) + 2, pipe.stages))
     return any(set(range(first, last)) <= set(pipe.frozen) for first, last in bounds)
-
-
-def _stock(case: PipeCase, pipe: Pipe) -> Trained:
-    keys = {key: case.zero[key] for key in case.zero if key in oracles.OF_PIPELINES}
-    return pipelines.train_pipeline(dataclasses.replace(pipe, zero=keys), {"stage": 1})
 
 
 def _findings(pipe: Pipe, keys: dict[str, Any]) -> list[str]:

@@ -45,9 +45,7 @@ def save_case(folder: str, name: str) -> None:
     job, engine, model = begin(name)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
-    observed = snapshots.snapshot(engine, model, job)
-    if dist.get_rank() == 0:
-        torch.save(observed, f"{folder}.pt")
+    snapshots.on_first_rank(torch.save, snapshots.snapshot(engine, model, job), f"{folder}.pt")
 
 
 @pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)

@@ -97,9 +97,7 @@ def parity_case(name: str, folder: str, dtype: str) -> Any:
         engine, f"{folder}/{name}", max_shard_bytes=500, writers=3, host_bytes=HOST_BYTES
     )
     largest = max(sum(getattr(p, "ds_numel", p.numel()) for p in m.parameters(recurse=False)) for m in model.modules())
-    saved: dict[str, torch.Tensor] = {}
-    for path in Path(folder, name).glob("*.safetensors"):
-        saved.update(load_file(path))
+    saved = {k: v for path in Path(folder, name).glob("*.safetensors") for k, v in load_file(path).items()}
     full = engine._zero3_consolidated_16bit_state_dict() if name[0] in "IG3" else model.state_dict()
     full = saved | {tied[1]: saved[tied[0]]} if full is None or dist.get_rank() else full  # of the first rank
     differing = [k for k in saved if k not in full or not torch.equal(saved[k], full[k])]
@@ -144,9 +142,7 @@ def experts_case(name: str, folder: str, kind: str) -> tuple[bool, float]:
     alike &= all(torch.equal(provided[k], saved[k]) for k in saved if kind == "AutoEP" or "experts" not in k)
     snapshots.run(engine, job, snapshots.steps_of(job, 2))
     deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}", writers=2, max_shard_bytes=3000)
-    saved = {}
-    for path in Path(folder, f"{kind}{name}").glob("*.safetensors"):
-        saved.update(load_file(path))
+    saved = {k: v for path in Path(folder, f"{kind}{name}").glob("*.safetensors") for k, v in load_file(path).items()}
     full.load_state_dict(saved)
     x, _ = next(training.batches(job))
     engine.eval()

@@ -64,9 +64,7 @@ def four_ranks_case(base: str) -> None:
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, model = training.make_trained(job, "IIG")
     deepspeed_ext.save_in_memory(engine, f"{base}/saved")
-    observed = snapshots.snapshot(engine, model, job)
-    if dist.get_rank() == 0:
-        torch.save(observed, f"{base}/seen.pt")
+    snapshots.on_first_rank(torch.save, snapshots.snapshot(engine, model, job), f"{base}/seen.pt")
     engine.destroy()
     memory_saves.lose(base, 1)
 

@@ -39,8 +39,7 @@ def save_case(
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     observed = snapshots.snapshot(engine, model, job)
     engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
-    if dist.get_rank() == 0:
-        torch.save(observed, f"{folder}/{name}/seen.pt")
+    snapshots.on_first_rank(torch.save, observed, f"{folder}/{name}/seen.pt")
     if convert:
         snapshots.convert(f"{folder}/{name}", ours=kind != "Adam")
 

@@ -293,21 +293,16 @@ def some_gate() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), Gate(), nn.Sequential(nn.Linear(4, 4)))
 
 
-def shared_gates() -> nn.Module:
+def shared_part(other: type[nn.Module]) -> nn.Module:
     part = nn.Linear(4, 4, bias=False)
-    return nn.Sequential(Gate(part), Gate(part))
-
-
-def shared_part() -> nn.Module:
-    part = nn.Linear(4, 4, bias=False)
-    return nn.Sequential(Gate(part), nn.Sequential(part))
+    return nn.Sequential(Gate(part), other(part))
 
 
 # Windows that modules wait for in two forwards, and in one after a change.
 WAITS: dict[str, tuple[Any, list[int], list[int], Any, list[int]]] = {
     "read": (some_gate, [4, 1, 2, 4, 4], [1, 2, 4], None, [1, 2, 4]),
-    "shared": (shared_gates, [0, 0, 0], [0, 0], None, [0, 0]),
-    "called by another": (shared_part, [0, 0, 0, 0], [0, 0, 0], None, [0, 0, 0]),
+    "shared": (lambda: shared_part(Gate), [0, 0, 0], [0, 0], None, [0, 0]),
+    "called by another": (lambda: shared_part(nn.Sequential), [0, 0, 0, 0], [0, 0, 0], None, [0, 0, 0]),
     "called in training": (lambda: Projection(scaled=False), [0, 0], [0], nn.Module.eval, [0]),
     "seldom": (lambda: Projection(scaled=True), [1, 1], [1, 1], lambda model: setattr(model, "reads", True), [1]),
 }
