@@ -5,7 +5,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
@@ -78,12 +77,10 @@ def parse_resources(source: str, said: str) -> Iterator[Taken]:
 def knows(capability: str) -> bool:
     """Return whether this nvcc compiles for an architecture: "10.0". An older one does not know the newest."""
     assert NVCC is not None
-    answer = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
-    return f"compute_{capability.replace('.', '')}" in answer.split()
+    return f"compute_{capability.replace('.', '')}" in run(NVCC, "--list-gpu-arch").split()
 
 
 def version() -> str:
     assert NVCC is not None
-    answer = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"release ([\d.]+)", answer)
+    match = re.search(r"release ([\d.]+)", run(NVCC, "--version"))
     return match[1] if match else "unknown"
