@@ -17,7 +17,6 @@ from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.loco import feedback as errors_of_messages
 from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.feedback import ErrorFeedback, SpanMap
-from tests.harness.calls import before
 from tests.harness.tiers import with_cases
 
 pytestmark = pytest.mark.quick
@@ -156,16 +155,17 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("pins", [False, True], ids=["pageable", "pinned"])
 def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
-    width, pinned = 300, []
+    width, pinned, empty = 300, [], torch.empty
 
-    def note(*_: Any, device: Any, pin_memory: bool = False, **__: Any) -> None:
-        pinned.extend([str(device)] * pin_memory)
+    def pinned_empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        pinned.extend([str(kwargs["device"])] if pin_memory else [])
+        return empty(*args, **kwargs)
 
     device = mock.Mock()
     memory = ErrorFeedback(LocoSettings(), device="cpu", pinned=pins)
     contents = ((ShardSpan(0, 0, 0, width),),)
     with (
-        before(torch, "empty", note),
+        mock.patch.object(errors_of_messages.torch, "empty", pinned_empty),
         mock.patch.object(errors_of_messages, "get_accelerator", lambda: device),
     ):
         for step in range(2):
