@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.emulation.launching import environment, free_port
+from tests.harness import calls
 
 # Of ours the third has least to wait for itself, the last two everything that may be under way.
 _LAYER = {"stage3_param_persistence_threshold": 0, "sub_group_size": 300}
@@ -181,15 +182,12 @@ def train(case: Case, rank: int, saves: Path) -> None:
 def _save(case: Case, rank: int, engine: Any, folder: Path) -> None:
     from deepspeed_ext.checkpoint.snapshots import Snapshot
 
-    complete = Snapshot.complete_copies
-
-    def late(self: Snapshot) -> None:
+    def late(_: Snapshot) -> None:
         time.sleep(0.5)
         if case.save == "fails" and rank == 1:
             raise OSError(28, "No space left on device")
-        complete(self)
 
-    Snapshot.complete_copies = late  # type: ignore[method-assign]
+    calls.before(Snapshot, "complete_copies", late).start()
     engine.save_checkpoint(folder)
 
 
@@ -201,15 +199,13 @@ def _say_what_is_alive() -> None:
 
 def _delay(optimizer: Any, seconds: float, killed: bool) -> None:
     """Let the optimizer step later, or be killed instead."""
-    step = optimizer.step
 
-    def late(*args: Any, **kwargs: Any) -> Any:
+    def late(*_: Any, **__: Any) -> None:
         time.sleep(seconds)
         if killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(*args, **kwargs)
 
-    optimizer.step = late
+    calls.before(optimizer, "step", late).start()
 
 
 def _end_early(case: Case, rank: int) -> None:

@@ -6,41 +6,40 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.harness import experts, networks, snapshots, training
-from tests.harness.training import SEVERAL_BUCKETS, Difference, Job
 
 SIZES = (13, 10, 10, 7)
 PLAIN = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
 SUB_GROUPS = {**PLAIN, "sub_group_size": 400}  # several of a family, some of them of one parameter
 
 
-def job_of(kind: str, ep: int, **details: Any) -> Job:
+def job_of(kind: str, ep: int, **details: Any) -> training.Job:
     """Return a job with four experts over ``ep`` ranks: of DeepSpeed's layers ("MoE"), of a model of transformers
     ("AutoEP"), or of one whose attention is divided by AutoTP over two ranks, too ("folded")."""
     over = {1: networks.Routed, 2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}
     network, config, zero = {
-        "MoE": (over[ep], {}, SEVERAL_BUCKETS),
+        "MoE": (over[ep], {}, training.SEVERAL_BUCKETS),
         "AutoEP": (experts.SmallMixtral, experts.autoep(ep), SUB_GROUPS),
         "folded": (experts.PairedMixtral, experts.folded(ep), SUB_GROUPS),
     }[kind]
     zero = {**zero, **details.pop("zero", {})}
-    return Job(**{"sizes": SIZES, "network": network, "config": config, **details, "zero": zero})
+    return training.Job(**{"sizes": SIZES, "network": network, "config": config, **details, "zero": zero})
 
 
-def routed_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
+def routed_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[training.Difference]:
     return training.compare(job_of("MoE", ep, **job), group, **kwargs)
 
 
-def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
+def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[training.Difference]:
     return training.compare(job_of("AutoEP", ep, **job), group, **kwargs)
 
 
-def folded_case(ep: int, group: int, accumulation: int, names: tuple[str, ...]) -> list[Difference]:
+def folded_case(ep: int, group: int, accumulation: int, names: tuple[str, ...]) -> list[training.Difference]:
     zero = {"overlap_comm": True} if accumulation > 1 else {}
     job = job_of("folded", ep, accumulation=accumulation, clipping=0.1, zero=zero)
     return training.compare(job, group, names, stage=3)
 
 
-def few_bits_case(kind: str, names: tuple[str, ...]) -> list[Difference]:
+def few_bits_case(kind: str, names: tuple[str, ...]) -> list[training.Difference]:
     """Differences of runs in few bits from those without."""
     job = job_of(kind, 2, accumulation=2)
     bits = {"zeropp_loco_param": {"bits": 8}, "paro_quantized_updates": {"bits": 8}}
@@ -51,7 +50,7 @@ def few_bits_case(kind: str, names: tuple[str, ...]) -> list[Difference]:
     return rows
 
 
-def muon_case(ep: int, job: dict[str, Any], group: int, names: tuple[str, ...]) -> list[Difference]:
+def muon_case(ep: int, job: dict[str, Any], group: int, names: tuple[str, ...]) -> list[training.Difference]:
     """Differences from stage 3, which all-reduces gradients for Muon."""
     variants = [training.placed(name, group) for name in names]
     muon = job_of("AutoEP", ep, optimizer="Muon", **job)

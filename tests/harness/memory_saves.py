@@ -16,7 +16,7 @@ import deepspeed_ext
 from deepspeed_ext.checkpoint import memory_restore
 from deepspeed_ext.checkpoint.memory_folder import RUN
 from deepspeed_ext.comm.host_channel import HostChannel
-from tests.harness import experts, snapshots, training
+from tests.harness import calls, experts, snapshots, training
 
 
 def memory_of(base: str, **more: Any) -> dict[str, Any]:
@@ -41,22 +41,14 @@ def writers_in(base: str, node: int) -> dict[str, int]:
 
 def lose(base: str, node: int) -> None:
     """Remove all memory of a node. Collective."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(Path(base, f"node{node}"))
-    dist.barrier()
+    snapshots.on_first_rank(shutil.rmtree, f"{base}/node{node}")
 
 
 def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     """Return the files on each node; bytes that this rank's thread sent; differences after a load by new engines;
     whether later losses match the run that continued; the tag on disk then; and whether a second load writes it."""
     zero = {"zeropp_loco_param": {}} if name.endswith("LoCo") else {}
-    sent, exchange = [0], HostChannel.exchange
-
-    def counted(self: Any, one: Any, *args: Any) -> None:
-        sent[0] += sum(part.nbytes for part in one)
-        exchange(self, one, *args)
-
+    sent: list[int] = []
     folder = f"{base}/saved"
     lanes = 2 if name.endswith("TP") else 1
     placed = training.placed(name[:3], 2 // lanes)
@@ -66,7 +58,7 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     engine, model = training.make_trained(job, placed)
     snapshots.mark(engine, model)
     saved = snapshots.snapshot(engine, model, job)
-    with mock.patch.object(HostChannel, "exchange", counted):
+    with calls.before(HostChannel, "exchange", lambda _, parts, *__: sent.extend(part.nbytes for part in parts)):
         deepspeed_ext.save_in_memory(engine, folder)
         losses = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
         engine.checkpoint_engine.finish()
@@ -87,4 +79,4 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     dist.barrier()
     assert not held_by(base, 0) and not held_by(base, 1), "what is on disk is not in memory, too"
     engine.destroy()
-    return retained, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called
+    return retained, writers, sum(sent), changed, losses == again, Path(folder, "latest").read_text(), write.called

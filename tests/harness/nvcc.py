@@ -5,11 +5,9 @@
 import os
 import re
 import shutil
-import subprocess
 import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -56,19 +54,12 @@ def compile_source(source: str, capabilities: Sequence[str], output: Path, *more
 
 def arguments(capabilities: Sequence[str]) -> list[str]:
     """Return the builder's arguments of nvcc for these architectures, also where torch has no CUDA."""
-    with _ONE, _toolkit(), mock.patch.dict(os.environ, TORCH_CUDA_ARCH_LIST=";".join(capabilities)):
+    toolkit = mock.patch("torch.utils.cpp_extension.CUDA_HOME", str(Path(NVCC or "").parents[1]))
+    with _ONE, toolkit, mock.patch.dict(os.environ, TORCH_CUDA_ARCH_LIST=";".join(capabilities)):
         builder = LocoBuilder()
         builder.build_for_cpu = False
         assert {Path(source).name for source in builder.sources() if source.endswith(".cu")} == set(SOURCES)
         return list(builder.strip_empty_entries(builder.nvcc_args()))
-
-
-@contextmanager
-def _toolkit() -> Iterator[None]:
-    from torch.utils import cpp_extension
-
-    with mock.patch.object(cpp_extension, "CUDA_HOME", str(Path(NVCC or "").parents[1])):
-        yield
 
 
 def parse_resources(source: str, said: str) -> Iterator[Taken]:
@@ -86,12 +77,10 @@ def parse_resources(source: str, said: str) -> Iterator[Taken]:
 def knows(capability: str) -> bool:
     """Return whether this nvcc compiles for an architecture: "10.0". An older one does not know the newest."""
     assert NVCC is not None
-    answer = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
-    return f"compute_{capability.replace('.', '')}" in answer.split()
+    return f"compute_{capability.replace('.', '')}" in run(NVCC, "--list-gpu-arch").split()
 
 
 def version() -> str:
     assert NVCC is not None
-    answer = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"release ([\d.]+)", answer)
+    match = re.search(r"release ([\d.]+)", run(NVCC, "--version"))
     return match[1] if match else "unknown"

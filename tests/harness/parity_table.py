@@ -196,11 +196,6 @@ def stock_row(kind: str, row: Row) -> Row:
     return {**row, **{option.name: option.default for option in TABLES[kind].options if option.name in NOT_OF_STOCK}}
 
 
-def stock_stage(row: Row) -> int:
-    """Return the stage with the right numbers: 2 would wait for parameters that only some ranks use."""
-    return 3 if row["network"] == "mixture" else 2
-
-
 def row_name(kind: str, row: Row) -> str:
     options = TABLES[kind].options
     return "-".join(row[option.name] for option in options if row[option.name] != option.default) or "defaults"

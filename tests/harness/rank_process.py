@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.harness import recorder
-from tests.harness.recorder import Recorder
 
 _WHOLE = 100  # number of cases after which a garbage collection visits everything
 _GROUP_TIMEOUT = timedelta(seconds=240)  # a wrong collective on the world group ends by itself, with a traceback
@@ -283,7 +282,7 @@ def _begin_case(slot: RankSlot, state: _ProcessState, case: int, world_size: int
     deepspeed.init_distributed("gloo", timeout=_GROUP_TIMEOUT, init_method=url, rank=slot.rank, world_size=world_size)
 
 
-def _answer(payload: bytes, begin: Callable[[], None], record: Recorder | None) -> bytes:
+def _answer(payload: bytes, begin: Callable[[], None], record: recorder.Recorder | None) -> bytes:
     """Run one case. Nothing that it raises, ``SystemExit`` included, ends the rank."""
     try:
         begin()

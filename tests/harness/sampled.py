@@ -11,15 +11,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import deepspeed_ext
 from tests.harness import training
-from tests.harness.training import Job, Network
 
-JOB = Job(optimizer="SGD", clipping=0.0)
+JOB = training.Job(optimizer="SGD", clipping=0.0)
 SAMPLES, EPOCHS = 29, 2
 
 
-def make_model() -> Network:
+def make_model() -> training.Network:
     torch.manual_seed(7)
-    return Network(JOB.sizes)
+    return training.Network(JOB.sizes)
 
 
 def train(engine: Any, module: Any, micro_step: Callable[[Tensor, Tensor], Any]) -> tuple[float, int]:

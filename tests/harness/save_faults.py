@@ -318,10 +318,7 @@ class Run:
         from deepspeed_ext.checkpoint.digests import problems
 
         path, before = victim(fault), self.digest()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            KINDS[fault.kind].act(fault, ())
-        dist.barrier()
+        self._snapshots.on_first_rank(KINDS[fault.kind].act, fault, ())
         error = self._snapshots.error_of(self.engine.load_checkpoint, "saved")
         assert "rank " in error and str(path) in error, f"{path}: {error}"
         assert before == self.digest(), f"changed by {error}"

@@ -9,8 +9,8 @@ import io
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torch import nn
 from deepspeed_ext import outer_weights
 from deepspeed_ext.checkpoint.folder import RECORD
 from deepspeed_ext.checkpoint.snapshots import Snapshot
-from tests.harness import pipelines, snapshots, training
+from tests.harness import calls, pipelines, snapshots, training
 
 ASIDE: dict[str, Any] = {"checkpoint": {"async_save": True}}
 KINDS = ("at once", "aside")
@@ -50,17 +50,9 @@ def as_from_host(path: Path) -> bytes:
     return saved.getvalue()
 
 
-@contextmanager
-def late_copies(seconds: float = LATE) -> Iterator[None]:
+def late_copies(seconds: float = LATE) -> Any:
     """Let threads that write complete snapshots later, in this context."""
-    complete = Snapshot.complete_copies
-
-    def late(self: Snapshot) -> None:
-        time.sleep(seconds)
-        complete(self)
-
-    with mock.patch.object(Snapshot, "complete_copies", late):
-        yield
+    return calls.before(Snapshot, "complete_copies", lambda _: time.sleep(seconds))
 
 
 class Twins(NamedTuple):

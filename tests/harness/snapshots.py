@@ -6,6 +6,7 @@ here runs inside rank processes."""
 import contextlib
 import io
 import subprocess
+import tempfile
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -172,6 +173,24 @@ def error_of(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """Yield a new folder, the same on all ranks; removed afterwards."""
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared, src=0)
+        yield shared[0]
+        dist.barrier()
+
+
+def on_first_rank(act: Callable[..., Any], *args: Any) -> None:
+    """Call a function on the first rank, while the others wait. Collective."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        act(*args)
+    dist.barrier()
 
 
 def convert(folder: str, ours: bool = False) -> None:

@@ -7,7 +7,7 @@ order is checked] in ``stream_order.py``.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm import redistribution
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
-from tests.harness import experts, mixtures, networks, pipelines, training
+from tests.harness import calls, experts, mixtures, networks, pipelines, training
 from tests.harness.fake_wire import FEW_AT_A_TIME, WITHOUT_TIMER
 from tests.harness.missing_wait_mutations import sites, under
 from tests.harness.stream_order import Order, device_with_streams
@@ -286,34 +286,24 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     sharded = [item for item in families if isinstance(item, ShardedGradients)]
     on_host = [item for item in sharded if item.accumulator.device.type == "cpu" and item.rows == 1]
     parts += [(item, name) for item in on_host for name in ("_prepare_accumulator", "_clear_padding")]
-    align_rows = redistribution.align_rows
 
-    def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
+    def read(windows: Sequence[Tensor], *_: Any) -> None:
         with order.by_host():
             for window in windows:
                 window.sum()
-        return align_rows(windows, *args)
 
-    def measured(*args: Any) -> None:
-        measure(*args)
-        order.synchronize("stream", order.current.clock)  # as for copies to the device, since norms are taken of these
-
-    def blocking(take: Callable[..., None]) -> Callable[..., None]:
-        def taken(*args: Any) -> None:
-            take(*args)
-            order.synchronize("stream", order.current.clock)  # copies to the host block it
-
-        return taken
+    def block(*_: Any) -> None:
+        order.synchronize("stream", order.current.clock)
 
     with contextlib.ExitStack() as patches:
         shards = getattr(optimizer, "shards", None)
-        measure = getattr(shards, "pass_to_optimizer", None)  # with p = N
-        if measure is not None and engine.optimizer_name() == "muon":
-            patches.enter_context(mock.patch.object(shards, "pass_to_optimizer", measured))
+        if hasattr(shards, "pass_to_optimizer") and engine.optimizer_name() == "muon":  # with p = N
+            # As for copies to the device, since norms are taken of these.
+            patches.enter_context(calls.after(shards, "pass_to_optimizer", block))
         if on_host and engine.zero_cpu_offload():
-            for item in on_host:
-                patches.enter_context(mock.patch.object(item, "_store_sums", blocking(item._store_sums)))
-            patches.enter_context(mock.patch.object(redistribution, "align_rows", converted_by_host))
+            for item in on_host:  # whose copies to the host block it
+                patches.enter_context(calls.after(item, "_store_sums", block))
+            patches.enter_context(calls.before(redistribution, "align_rows", read))  # which converts on the host
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
         yield

@@ -42,6 +42,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from deepspeed_ext.comm.worker_thread import THREAD_NAME
+from tests.harness import calls
 from tests.harness.streams import Access, Clock, Event, Memory, Stream, Work, byte_spans, merge, place_of_call
 
 # Operators with outputs that nobody has filled, and those that use only the shape of their input.
@@ -336,15 +337,10 @@ def device_with_streams(
 def asking(order: Order) -> Iterator[None]:
     """In this context, count waits that ``watch`` does not see: asking for values is no operation on a CPU."""
 
-    def counting(name: str, plain: Any) -> Any:
-        def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            order.synchronize(name, order.current.clock)
-            return plain(tensor, *args, **kwargs)
+    def counted(name: str) -> Any:
+        return calls.before(Tensor, name, lambda *_, **__: order.synchronize(name, order.current.clock))
 
-        return asked
-
-    results = {name: counting(name, getattr(Tensor, name)) for name in ("tolist", "numpy")}
-    with mock.patch.multiple(Tensor, **results):
+    with counted("tolist"), counted("numpy"):
         yield
 
 

@@ -18,10 +18,8 @@ Span = tuple[int, int]  # bytes of a storage, from and to
 
 _MOST_SPANS = 256  # of one tensor; more are taken as one that holds them all
 _FRAMES = 3  # of a place that is named
-_SIMULATION = tuple(
-    f"/harness/{name}.py"
-    for name in ("stream_order", "streams", "device_on_host/accelerator", "device_on_host/backend")
-)
+_SIMULATION = ("calls", "stream_order", "streams", "device_on_host/accelerator", "device_on_host/backend")
+_SIMULATION = tuple(f"/harness/{name}.py" for name in _SIMULATION)
 
 
 class Access(NamedTuple):

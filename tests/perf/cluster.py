@@ -44,7 +44,6 @@ from scripts.emulation.cluster import collect
 from scripts.emulation.launching import start_rank
 from tests.perf.lib import records
 from tests.perf.lib.measurements import Measurement
-from tests.perf.lib.records import Row
 
 MEASUREMENTS = {  # by option or model: where its class is
     "blocks": "measurements.BlocksMeasurement",
@@ -126,7 +125,7 @@ def main() -> int:
         setting = kind.settings[name]
         more = ["--setting", name]
         results = collect(setting.nodes, setting.ranks_per_node, __spec__.name, args.log, args.timeout, more)
-        rows = [Row(**values) for values in results]
+        rows = [records.Row(**values) for values in results]
         print(f"\n{name}: compute alone {rows[0].compute:.3f} s\n{records.markdown(kind.table(rows))}")
         problems, missed = kind.problems(rows), kind.missed(rows)
         print("".join(f"FAIL: {line}\n" for line in problems) + "".join(f"MISSED: {line}\n" for line in missed))

@@ -49,7 +49,6 @@ from deepspeed_ext.comm.spans import Contents
 from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import hop, reference, setup
 from deepspeed_ext.loco.feedback import ErrorFeedback
-from deepspeed_ext.loco.hop import QuantizedSums
 from deepspeed_ext.loco.updates import QuantizedDifferences
 from deepspeed_ext.model_bytes import muon_parameters
 from deepspeed_ext.strategy import plain_name
@@ -81,7 +80,7 @@ class DirectHop(QuantizedDifferences):
         super().write(codes, replica)
 
 
-class CoarseSums(QuantizedSums):
+class CoarseSums(hop.QuantizedSums):
     """Sums quantized like those of 1-bit Adam's server, in blocks of 128."""
 
     def __init__(self, settings: LocoSettings, device: str | None = None, pinned: bool = False) -> None:

@@ -41,7 +41,7 @@ from tests.harness.mixtures import PackedExperts
 from tests.perf.lib import records
 from tests.perf.lib.fake_world import OperatorCount
 
-HIDDEN, TOKENS = 32, 8
+HIDDEN, TOKENS, LAYERS, EXPERTS = 32, 8, 8, 64  # tokens of a rank, experts of a layer
 THRESHOLD = 30_000  # parameters for each module of a layer, packed or not
 WARM_UP_STEPS = 3  # ZeRO-3 records its trace in the first, and decides by it in the second what to release when
 STOCK_AIM, BY_HAND_AIM = 0.2, 0.6  # ours' overhead, in that of stock ZeRO-3 and of its best leaf modules
@@ -127,7 +127,7 @@ def make_engine(name: str, model: nn.Module) -> Any:
 
 def work(name: str, folder: Path, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    layers = (Layer(args.experts, args.packed) for _ in range(args.layers))
+    layers = (Layer(EXPERTS, args.packed) for _ in range(LAYERS))
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers, nn.Linear(HIDDEN, 1))
     report: dict[str, Any] = {"losses": [], "seconds": [], "hooks": 0}
     if CASES[name] is None:
@@ -197,9 +197,8 @@ def rows_of(reports_by_case: Found, args: argparse.Namespace) -> list[dict[str, 
     plain, stock = (statistics.median(measured(reports_by_case[name])) for name in (PLAIN, STOCK))
     for name, reports in reports_by_case.items():
         low, median, high = statistics.quantiles(measured(reports), n=4, method="inclusive")
-        row: dict[str, Any] = {
-            key: getattr(args, key) for key in ("layers", "experts", "packed", "rounds", "steps", "ranks")
-        }
+        row: dict[str, Any] = {"layers": LAYERS, "experts": EXPERTS}
+        row |= {key: getattr(args, key) for key in ("packed", "rounds", "steps", "ranks")}
         row |= {"case": name, "milliseconds_median": median}
         row |= {"milliseconds_quartile_1": low, "milliseconds_quartile_3": high}
         row |= {"overhead_milliseconds": median - plain, "of_stock": (median - plain) / (stock - plain)}
@@ -219,8 +218,6 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="number of processes")
     parser.add_argument("--rounds", type=int, default=3, help="times that each case is run")
     parser.add_argument("--steps", type=int, default=8, help="of a run that are measured, at least 2")
-    parser.add_argument("--layers", type=int, default=8, help="of the model")
-    parser.add_argument("--experts", type=int, default=64, help="of a layer")
     parser.add_argument("--packed", action="store_true", help="experts in parameters of three dimensions")
     parser.add_argument("--csv", type=Path, help="append rows here")
     parser.add_argument("--worker", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)  # a rank

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext.loco import ops, reference
-from deepspeed_ext.loco.reference import Packing
 from tests.perf.lib import records
 
 BLOCK = 128
@@ -37,7 +36,7 @@ MIB = 2**20
 PYTORCH_TURNS = 3
 CALLS = 10  # of one sample on a GPU: launches take longer than a small kernel
 CALLS_HEAD_START = 5_000_000  # cycles of the GPU, in which the host launches them
-ERROR = Packing(8, BLOCK)
+ERROR = reference.Packing(8, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Case:
     hadamard: bool = False
 
     @property
-    def packing(self) -> Packing:
-        return Packing(self.bits, BLOCK)
+    def packing(self) -> reference.Packing:
+        return reference.Packing(self.bits, BLOCK)
 
     @property
     def name(self) -> str:

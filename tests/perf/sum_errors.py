@@ -83,10 +83,9 @@ def errors() -> dict[tuple[str, str], dict[int, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure errors of sums of bf16 gradients.")
-    parser.add_argument("--elements", type=int, default=2**20, help="of a gradient")
     parser.add_argument("--csv", type=Path, help="append a row a result here")
     args = parser.parse_args()
-    records.report(list(rows_of(args.elements)), args.csv)
+    records.report(list(rows_of(elements=2**20)), args.csv)
 
 
 if __name__ == "__main__":

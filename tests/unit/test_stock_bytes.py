@@ -28,7 +28,7 @@ def moved(ranks: Any) -> Found:
     """What steps of each stage move, as shipped and with the key set to false."""
     kinds = [(stage, shipped) for stage in (1, 2) for shipped in (True, False)]
     zeros = [{"stage": stage} | ({} if shipped else {KEY: False}) for stage, shipped in kinds]
-    return dict(zip(kinds, ranks(2).run(cases, zeros)[0], strict=True))
+    return {kind: found for kind, (_, found) in zip(kinds, ranks(2).each(case, zeros), strict=False)}
 
 
 @pytest.mark.quick
@@ -68,40 +68,30 @@ def test_how_many_times_fewer_bytes_move_between_groups(moved: Found) -> None:
     ).format(*shipped, rooted[1]) in text
 
 
-def cases(zeros: list[dict[str, Any]]) -> list[tuple[int, Counter[str]]]:
-    return [case(zero) for zero in zeros]
-
-
 def case(zero: dict[str, Any]) -> tuple[int, Counter[str]]:
     """The model's parameters, and the elements that a step has given to each collective, small ones left out."""
     import contextlib
-    from unittest import mock
+    import functools
 
     import torch
     from deepspeed import comm
 
-    from tests.harness import training
+    from tests.harness import calls, training
 
     job = training.Job(sizes=WIDTHS, empty=False, accumulation=ACCUMULATION)
     moved: Counter[str] = Counter()
 
-    def counted(name: str) -> Any:
-        original = getattr(comm.comm.cdb, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-            elements = max((tensor.numel() for tensor in tensors), default=0)
-            if elements > SMALL:
-                whole = torch.distributed.get_world_size() if name == "all_gather" else 1  # it takes a list of shards
-                moved[name] += elements * whole
-            return original(*args, **kwargs)
-
-        return mock.patch.object(comm.comm.cdb, name, call)
+    def count(name: str, *args: Any, **kwargs: Any) -> None:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        elements = max((tensor.numel() for tensor in tensors), default=0)
+        if elements > SMALL:
+            whole = torch.distributed.get_world_size() if name == "all_gather" else 1  # it takes a list of shards
+            moved[name] += elements * whole
 
     engine, model, data = training.begin(job, zero)
     with contextlib.ExitStack() as patches:
         for name in COLLECTIVES:
-            patches.enter_context(counted(name))
+            patches.enter_context(calls.before(comm.comm.cdb, name, functools.partial(count, name)))
         for number in range(ACCUMULATION):
             training.step(engine, job, number, data)
     engine.destroy()

@@ -14,12 +14,11 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.campaigns.fuzz import cases, in_ranks
-from tests.campaigns.fuzz.cases import ORACLE, Case, PipeCase
 from tests.campaigns.fuzz.drawing import of_kind
 from tests.harness.ranks import RankError, RankPool, RankTimeout
 
 TIMEOUT = 45.0  # seconds, after which a case on up to four ranks counts as a hang
-_NAMES = {kind.__name__: kind for kind in (Case, PipeCase, cases.Block, cases.Step, cases.Event)}
+_NAMES = {kind.__name__: kind for kind in (cases.Case, cases.PipeCase, cases.Block, cases.Step, cases.Event)}
 
 
 class Failure(NamedTuple):
@@ -48,7 +47,7 @@ def run_case(pool: RankPool, case: Any, happened: Counter[str] | None = None) ->
             verdicts = pool(case.world).run(in_ranks.judge_case, case, timeout=TIMEOUT * max(1.0, case.world / 4))
     except (RankTimeout, RankError) as error:
         subject = "hang" if isinstance(error, RankTimeout) else "error"
-        if ORACLE not in str(error):
+        if cases.ORACLE not in str(error):
             return [f"{subject}: {_told(str(error))}"]
         happened[f"stock ends in a {subject}"] += 1
         return []

@@ -4,9 +4,8 @@
 training, and stock DeepSpeed's run has them, too (``SHARED``). All others must change nothing, and only our run has
 them: that also keeps stock's own faults in them away."""
 
-import contextlib
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,6 @@ GATHER = "stage3_gather_16bit_weights_on_model_save"
 SHARED = ("evaluate", "frozen", "weights", "rate", "restart")
 
 
-@contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A folder of rank 0's that all ranks know, and that is removed when all have left."""
-    with tempfile.TemporaryDirectory() as folder:
-        shared = [folder]
-        dist.broadcast_object_list(shared, src=0)
-        yield Path(shared[0])
-        dist.barrier()
-
-
 def evaluate(run: Run, value: Any) -> None:
     x, y = next(run.data)
     run.set_calls(run.model, run.calls)
@@ -48,40 +37,31 @@ def evaluate(run: Run, value: Any) -> None:
 
 def save_and_load(run: Run, value: Any) -> None:
     """Load the checkpoint that has just been saved, over another of the same tag, into the same engine."""
-    with shared_folder() as folder:
-        run.engine.save_checkpoint(str(folder), client_state={"number": 1})
-        if dist.get_rank() == 0:
-            tag = folder / (folder / "latest").read_text()
-            for name in (OF_USER, OF_MORE_RANKS):
-                (tag / name).write_text("")
-        dist.barrier()
-        run.engine.save_checkpoint(str(folder), client_state={"number": 2})
+    with snapshots.shared_folder() as folder:
+        run.engine.save_checkpoint(folder, client_state={"number": 1})
+        for name in (OF_USER, OF_MORE_RANKS):
+            snapshots.on_first_rank(lambda name=name: Path(folder, Path(folder, "latest").read_text(), name).touch())
+        run.engine.save_checkpoint(folder, client_state={"number": 2})
         dist.barrier()  # the first rank removes what was replaced
-        tags = [entry for entry in folder.iterdir() if entry.is_dir()]
+        tags = [entry for entry in Path(folder).iterdir() if entry.is_dir()]
         assert len(tags) == 1, f"a save leaves {tags}"
         retained = [(tags[0] / name).exists() for name in (OF_USER, OF_MORE_RANKS)]
         assert retained == [True, False], f"a save keeps a user's file, and one of an older save: {retained}"
-        path, client_state = run.engine.load_checkpoint(str(folder))
+        path, client_state = run.engine.load_checkpoint(folder)
         assert path is not None and client_state["number"] == 2, f"an older save was loaded: {client_state}"
 
 
 def load_broken(run: Run, value: tuple[int, str]) -> None:
     """Try to load a checkpoint that lacks a file, or the end of one; it is refused, and training continues."""
     number, how = value
-    with shared_folder() as folder:
-        run.engine.save_checkpoint(str(folder))
+    with snapshots.shared_folder() as folder:
+        run.engine.save_checkpoint(folder)
         dist.barrier()
-        files = sorted(folder.rglob("*_states.pt"))
+        files = sorted(Path(folder).rglob("*_states.pt"))
         file = files[number % len(files)]
-        dist.barrier()
-        if dist.get_rank() == 0:
-            with file.open("r+b") as opened:
-                opened.truncate(file.stat().st_size // 2)
-            if how == "gone":
-                file.unlink()
-        dist.barrier()
+        snapshots.on_first_rank(file.unlink if how == "gone" else lambda: os.truncate(file, file.stat().st_size // 2))
         try:
-            run.engine.load_checkpoint(str(folder))
+            run.engine.load_checkpoint(folder)
         except CheckpointError:
             return
         raise AssertionError(f"loaded without {file.name}, which was {how}")
@@ -90,10 +70,10 @@ def load_broken(run: Run, value: tuple[int, str]) -> None:
 def resume(run: Run, value: Any) -> None:
     """Continue in a new engine."""
     stepped = run.stepped
-    with shared_folder() as folder:
-        run.engine.save_checkpoint(str(folder))
+    with snapshots.shared_folder() as folder:
+        run.engine.save_checkpoint(folder)
         run.make_anew()
-        path, _ = run.engine.load_checkpoint(str(folder))
+        path, _ = run.engine.load_checkpoint(folder)
         assert path is not None
     run.stepped = stepped
 
@@ -102,13 +82,13 @@ def go_on_elsewhere(run: Run, value: Any, universal: bool) -> None:
     """Continue under other keys of zero_optimization, by a checkpoint that is universal, or becomes so in the load."""
     if not run.stepped:  # DeepSpeed's converter needs optimizer states
         return
-    with shared_folder() as folder:
-        run.engine.save_checkpoint(str(folder))
+    with snapshots.shared_folder() as folder:
+        run.engine.save_checkpoint(folder)
         if universal:
-            snapshots.convert(str(folder))
+            snapshots.convert(folder)
         run.make_anew(value, {"checkpoint": {"load_universal": True}})
-        tag = f"{(folder / 'latest').read_text()}_universal" if universal else None
-        path, _ = run.engine.load_checkpoint(str(folder), tag=tag)
+        tag = f"{Path(folder, 'latest').read_text()}_universal" if universal else None
+        path, _ = run.engine.load_checkpoint(folder, tag=tag)
         assert path is not None
         run.engine._config.load_universal_checkpoint = False  # what is loaded later is its own
     run.stepped = True
@@ -191,14 +171,14 @@ def offload(run: Run, value: Sequence[str] | None) -> None:
 def export(run: Run, value: Any) -> None:
     """Save the weights as a model that other programs read, and read them."""
     named = dict(run.model.named_parameters())
-    with shared_folder() as folder:
-        saved = run.engine.save_16bit_model(str(folder))
+    with snapshots.shared_folder() as folder:
+        saved = run.engine.save_16bit_model(folder)
         sharded = any(hasattr(param, "ds_tensor") for param in named.values())
         assert saved == (not sharded or bool(run.zero.get(GATHER))), "a model was saved, or not"
         dist.barrier()
         # Experts have files of their own, and tensor-parallel ranks, which train apart here, one file together.
         alone = saved and not run.case.network and run.case.tensor_parallel == 1
-        weights = torch.load(folder / "pytorch_model.bin") if alone else {}
+        weights = torch.load(f"{folder}/pytorch_model.bin") if alone else {}
     with deepspeed.zero.GatheredParameters(list(named.values())):
         for name in weights.keys() & named.keys():
             assert torch.equal(weights[name], named[name].detach()), f"the exported {name} is another"

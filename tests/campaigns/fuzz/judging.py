@@ -23,7 +23,6 @@ from torch import Tensor
 from tests.campaigns.fuzz import oracles, runs
 from tests.campaigns.fuzz.cases import ORACLE, Case, PipeCase
 from tests.campaigns.fuzz.pipes import LOSSES, MOMENTS, WEIGHTS, Verdict, judge_pipe
-from tests.campaigns.fuzz.runs import Trained
 from tests.harness.reference_codecs import reference_codecs
 from tests.harness.stream_order import device_with_streams
 from tests.harness.training import DTYPES
@@ -83,7 +82,7 @@ def _judge(case: Case) -> Verdict:
     return Verdict([*problems, *_apart(case, ours, stock)], [*happened, f"oracle: stage {stage}"])
 
 
-def _with_streams(case: Case, ours: Trained) -> Iterator[str]:
+def _with_streams(case: Case, ours: runs.Trained) -> Iterator[str]:
     """Return accesses without an order on a device with streams, and differences there."""
     with device_with_streams() as order:
         streamed = runs.train(case, case.zero, True, order)
@@ -121,7 +120,7 @@ def _refused(case: Case, error: Exception) -> Verdict:
     return Verdict([f"raises {messages}\n{trace}"], [])
 
 
-def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
+def _wrong_alone(case: Case, ours: runs.Trained) -> Iterator[str]:
     if not ours.replicas_equal:
         yield "replicas differ"
     if not torch.isfinite(ours.weights).all():
@@ -131,7 +130,7 @@ def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
         yield f"memory grows: bytes after each step {ours.held}"
 
 
-def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:
+def _bits(one: runs.Trained, other: runs.Trained, what: str) -> Iterator[str]:
     apart = [name for name in one.states if not torch.equal(one.states[name], other.states[name])]
     if apart:
         yield f"{what}: other bits of {len(apart)} of {len(one.states)} states, as {sorted(apart)[0]}"
@@ -141,7 +140,7 @@ def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:
             yield f"{what}: other {name}: {pair[0]} and {pair[1]}"
 
 
-def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
+def _apart(case: Case, ours: runs.Trained, stock: runs.Trained) -> Iterator[str]:
     if (ours.scales, ours.applied) != (stock.scales, stock.applied):
         yield f"steps: {ours.applied} at scales {ours.scales}, stock {stock.applied} at {stock.scales}"
         return
@@ -195,7 +194,7 @@ def _states(
                 return
 
 
-def _far(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
+def _far(case: Case, ours: runs.Trained, stock: runs.Trained) -> Iterator[str]:
     """Return the distance of the change of all weights from stock's, except an ulp of each."""
     first = runs.first_weights(case)
     route, other = ours.weights - first, stock.weights - first

@@ -3,9 +3,9 @@
 """Compares a pipeline with its oracle; inside rank processes only. The oracle is DeepSpeed's own pipeline with ZeRO-1;
 where a stage has nothing to train, which fails there, it is plain torch, without a pipeline."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from deepspeed.runtime.utils import partition_uniform
 
 from tests.campaigns.fuzz import oracles
 from tests.campaigns.fuzz.cases import ORACLE, PipeCase
-from tests.campaigns.fuzz.events import shared_folder
 from tests.harness import pipelines, stream_cases
 from tests.harness.pipelines import Pipe, Trained
+from tests.harness.snapshots import shared_folder
 from tests.harness.stream_order import device_with_streams
 from tests.harness.training import placed
 
@@ -45,7 +45,8 @@ def judge_pipe(case: PipeCase) -> Verdict:
     print(ORACLE, flush=True)
     oracle = "oracle: torch" if rests(pipe) else "oracle: stage 1"
     try:
-        stock = pipelines.train_whole(pipe, replicas) if rests(pipe) else _stock(case, pipe)
+        plain = replace(pipe, zero={key: case.zero[key] for key in case.zero if key in oracles.OF_PIPELINES})
+        stock = pipelines.train_whole(pipe, replicas) if rests(pipe) else pipelines.train_pipeline(plain, {"stage": 1})
     except Exception as error:
         return Verdict(problems, [f"stock raises {type(error).__name__}: {str(error)[:80]}"])
     if not {"zeropp_loco_param", "paro_quantized_updates"} & case.zero.keys():
@@ -57,11 +58,6 @@ def rests(pipe: Pipe) -> bool:
     """Whether a stage has nothing to train."""
     bounds = itertools.pairwise(partition_uniform(len(pipe.widths) + 2, pipe.stages))
     return any(set(range(first, last)) <= set(pipe.frozen) for first, last in bounds)
-
-
-def _stock(case: PipeCase, pipe: Pipe) -> Trained:
-    keys = {key: case.zero[key] for key in case.zero if key in oracles.OF_PIPELINES}
-    return pipelines.train_pipeline(dataclasses.replace(pipe, zero=keys), {"stage": 1})
 
 
 def _findings(pipe: Pipe, keys: dict[str, Any]) -> list[str]:
@@ -82,10 +78,10 @@ def _resumed(case: PipeCase, pipe: Pipe, keys: dict[str, Any], ours: Trained) ->
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     losses = [float(engine.train_batch(data)) for _ in range(case.resumed)]
     with shared_folder() as folder:
-        engine.save_checkpoint(str(folder), client_state={"steps": case.resumed})
+        engine.save_checkpoint(folder, client_state={"steps": case.resumed})
         engine.destroy()
         engine = pipelines.make_pipeline(pipe, keys)
-        path, client_state = engine.load_checkpoint(str(folder))
+        path, client_state = engine.load_checkpoint(folder)
         assert path is not None and client_state["steps"] == case.resumed
     losses += [float(engine.train_batch(data)) for _ in range(pipe.steps - case.resumed)]
     weights, _ = pipelines.everybodys_weights(engine.module)

@@ -16,17 +16,16 @@ from tests.campaigns.fuzz.cases import Case, Step
 from tests.campaigns.fuzz.models import Choosing, Drawn, Packed
 from tests.harness import networks, snapshots, stream_cases, training
 from tests.harness.stream_order import Order
-from tests.harness.training import Job
 
 
-def job_of(case: Case) -> Job:
+def job_of(case: Case) -> training.Job:
     """The job of ``tests.harness.training`` that a case is."""
 
     def make(sizes: Any, checkpointing: Any, empty: bool) -> nn.Module:
         return Drawn(case)
 
     same = ("empty", "accumulation", "dtype", "optimizer", "clipping", "groups", "backward", "boundary", "no_sync")
-    return Job(
+    return training.Job(
         sizes=networks.SQUARE if case.network else (case.inputs, case.outputs),
         network=getattr(networks, case.network) if case.network else make,
         **{name: getattr(case, name) for name in (*same, "tensor_parallel", "zero_init", "config")},

@@ -10,8 +10,8 @@ from typing import Any
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import spoiled_memory
 from tests.campaigns.gpu.ranks import GROUP, within
-from tests.campaigns.gpu.states import shared_folder
 from tests.harness.expert_cases import autoep_case, few_bits_case, folded_case, muon_case, resume_case, routed_case
+from tests.harness.snapshots import shared_folder
 from tests.harness.training import PARTITIONED, REPLICATED, Difference
 
 TWO_STEPS = {"accumulation": 2, "steps": 3}

@@ -26,7 +26,6 @@ import deepspeed_ext  # noqa: F401  it activates itself where it is installed; h
 from tests.campaigns.gpu.order import enter_alone
 from tests.campaigns.gpu.runs import Setup
 from tests.harness import training
-from tests.harness.training import Job
 
 RANKS = 4
 _TIMEOUT = timedelta(seconds=120)
@@ -163,7 +162,7 @@ def batches_on(setup: Any) -> Iterator[None]:
     """Within this context, ``training`` puts its batches on the device."""
     created = training.batches
 
-    def moved(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def moved(job: training.Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for x, y in created(job):
             yield x.to(setup.device), y.to(setup.device)
 

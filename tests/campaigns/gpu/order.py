@@ -15,7 +15,7 @@ from unittest import mock
 import deepspeed
 import torch
 
-from tests.harness import fake_wire
+from tests.harness import calls, fake_wire
 from tests.harness.fake_wire import CYCLES, WITHOUT_TIMER, Trained, Wire, enter_virtual_world, train_over
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, make_engine, placed, whole_weights
 
@@ -62,14 +62,6 @@ def slow_step(setup: Any) -> None:
 def _train_slowly(setup: Any, name: str, synchronized: bool) -> torch.Tensor:
     job = dataclasses.replace(JOB, network=None, zero={**SMALL}, steps=5)
     engine, model = make_engine(job, placed(name, group_size=1))
-    inner = engine.optimizer.optimizer
-    step = inner.step
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        pause(setup, SLOW)
-        return step(*args, **kwargs)
-
-    inner.step = slow
     generator = torch.Generator().manual_seed(5)
     batches = [
         tuple(torch.randn(2, width, generator=generator).to(engine.device) for width in (job.sizes[0], job.sizes[-1]))
@@ -77,11 +69,12 @@ def _train_slowly(setup: Any, name: str, synchronized: bool) -> torch.Tensor:
     ]
     if setup.cuda:
         torch.cuda.synchronize()
-    for x, y in batches:
-        engine.backward(((engine(x) - y) ** 2).float().mean())
-        engine.step()
-        if synchronized and setup.cuda:
-            torch.cuda.synchronize()
+    with calls.before(engine.optimizer.optimizer, "step", lambda *_, **__: pause(setup, SLOW)):
+        for x, y in batches:
+            engine.backward(((engine(x) - y) ** 2).float().mean())
+            engine.step()
+            if synchronized and setup.cuda:
+                torch.cuda.synchronize()
     weights = whole_weights(model).cpu()
     engine.destroy()
     return weights

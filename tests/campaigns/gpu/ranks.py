@@ -15,15 +15,13 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.backends import make_reduce
-from deepspeed_ext.comm.collectives import Collectives, Handles
 from deepspeed_ext.comm.hops import GatherHop, Transfer
 from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco.hop import LocoHop
 from tests.campaigns.gpu import states as states_of
 from tests.campaigns.gpu.one_by_one import Case, batches_on, run_cases
 from tests.campaigns.gpu.order import JOB, enter_alone
-from tests.harness import training
-from tests.harness.training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, placed
+from tests.harness.training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, difference, placed, train
 
 GROUP = 2
 FP32 = {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}
@@ -67,10 +65,10 @@ def _sections(small: bool) -> list[tuple[str, Job, dict[str, Any], dict[str, flo
 def _compare(
     setup: Any, job: Job, more: dict[str, Any], names: Sequence[str], stage: int, bounds: dict[str, float]
 ) -> None:
-    stock = training.train(job, {"stage": stage})
+    stock = train(job, {"stage": stage})
     worst: dict[str, float] = {}
     for name in names:
-        row = training.difference(name, training.train(job, placed(name, GROUP, **more)), stock, "")
+        row = difference(name, train(job, placed(name, GROUP, **more)), stock, "")
         setup.report.check(name, within(row, bounds))
         worst[name] = row.weights
     setup.report.figure("largest difference of weights", worst)
@@ -102,14 +100,14 @@ class Unshortened(int):
 @contextlib.contextmanager
 def without_short_cuts() -> Iterator[None]:
     """Within this context, hops over one rank communicate."""
-    init = Collectives.__init__
+    init = collectives.Collectives.__init__
 
-    def unshortened(made: Collectives, *args: Any, **kwargs: Any) -> None:
+    def unshortened(made: collectives.Collectives, *args: Any, **kwargs: Any) -> None:
         init(made, *args, **kwargs)
         if int(made.size) == 1:
             made.size = Unshortened(1)
 
-    with mock.patch.object(Collectives, "__init__", unshortened):
+    with mock.patch.object(collectives.Collectives, "__init__", unshortened):
         yield
 
 
@@ -126,13 +124,13 @@ def nccl_alone(setup: Any) -> None:
             if more and name not in ("NIG", "IGG"):
                 continue
             with batches_on(setup), without_short_cuts(), as_on_nccl():
-                results = training.train(job, placed(name, 1, **more)).weights
+                results = train(job, placed(name, 1, **more)).weights
             title = f"{name} in four bits" if more else name
             if more:  # rounded
                 setup.report.check(f"{title}: finite weights", bool(torch.isfinite(results).all()))
                 continue
             with batches_on(setup):
-                expected = training.train(job, placed(name, 1)).weights
+                expected = train(job, placed(name, 1)).weights
             setup.report.check(f"{title}: the weights of the short cuts", torch.equal(results, expected))
 
 
@@ -181,10 +179,10 @@ def _finished(setup: Any, title: str, transfer: Transfer, waits: int = 1) -> tor
             handle.wait()
 
 
-def _collectives_alone(setup: Any, alone: Collectives, numbers: torch.Tensor) -> None:
+def _collectives_alone(setup: Any, alone: collectives.Collectives, numbers: torch.Tensor) -> None:
     parts = list(numbers.clone().split([300, 0, 700]))
     root = dist.get_global_rank(alone.group, 0)
-    handle = Handles([alone.start("reduce", dist.reduce, part, root) for part in parts if part.numel()])
+    handle = collectives.Handles([alone.start("reduce", dist.reduce, part, root) for part in parts if part.numel()])
     handle.wait()
     handle.wait()
     setup.report.check("several reduces as one handle", torch.equal(torch.cat(parts), numbers))

@@ -27,7 +27,6 @@ from scripts.examples.gpt import ByteGPT
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause
 from tests.campaigns.gpu.ranks import GROUP, as_on_nccl, without_short_cuts
-from tests.campaigns.gpu.states import shared_folder
 from tests.harness.recorded_trainings import (
     NOTHING_WHOLE,
     SECTIONS,
@@ -37,6 +36,7 @@ from tests.harness.recorded_trainings import (
     training_of,
     unsound,
 )
+from tests.harness.snapshots import shared_folder
 
 SLEPT = 0.05  # seconds between two moments
 _STREAMS = 4

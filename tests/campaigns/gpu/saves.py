@@ -19,8 +19,7 @@ from deepspeed_ext.checkpoint.host_writer import HostWriter
 from deepspeed_ext.checkpoint.snapshots import Snapshot
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause
-from tests.campaigns.gpu.states import shared_folder
-from tests.harness import memory_saves, saves, snapshots, training
+from tests.harness import calls, memory_saves, saves, snapshots, training
 from tests.harness.device_on_host import cases
 from tests.harness.fake_wire import WITHOUT_TIMER
 
@@ -80,7 +79,7 @@ def _title(*row: Any) -> str:
 def late(setup: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
     """Within this context, a stream sleeps before it copies; yields how many copies each save makes behind the steps.
     On the host a thread copies late instead: ``saves.late_copies``."""
-    copy, seal, put, behind = Snapshot._copy_on_stream, Snapshot.start_device_copies, HostWriter.put, list[int]()
+    copy, behind = Snapshot._copy_on_stream, list[int]()
 
     def copied(self: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         copy(self, [])  # makes the stream
@@ -88,18 +87,10 @@ def late(setup: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
             pause(setup, milliseconds if pairs is self._on_device else AT_ONCE)
         copy(self, pairs)
 
-    def sealed(self: Any) -> None:
-        behind.append(len(self._on_device))
-        seal(self)
-
-    def handed(self: Any, *args: Any, **kwargs: Any) -> int:
-        pause(setup, AT_ONCE)
-        return put(self, *args, **kwargs)
-
     with (
         mock.patch.object(Snapshot, "_copy_on_stream", copied),
-        mock.patch.object(Snapshot, "start_device_copies", sealed),
-        mock.patch.object(HostWriter, "put", handed),
+        calls.before(Snapshot, "start_device_copies", lambda snapshot: behind.append(len(snapshot._on_device))),
+        calls.before(HostWriter, "put", lambda *_, **__: pause(setup, AT_ONCE)),
     ):
         yield behind
 
@@ -113,7 +104,7 @@ def _job_of(dtype: str, zero: dict[str, Any], optimizer: str = "Adam") -> traini
 def _twins(setup: Any, row: tuple[str, str, dict[str, Any], str], group_size: int = 2) -> None:
     """Compare files, and losses, of a run that saves at every turn."""
     name, dtype, zero, optimizer = row
-    with shared_folder() as folder, late(setup) as behind:
+    with snapshots.shared_folder() as folder, late(setup) as behind:
         results = saves.twins_case(folder, name, _job_of(dtype, zero, optimizer), group_size)
     setup.report.check("the same files", results.different == [] and results.files >= 28)
     if results.different:
@@ -140,7 +131,7 @@ def _seen_without_the_wait(setup: Any) -> None:
     for waits in (True, False):
         settle = Snapshot.wait_for_copies if waits else lambda self: None
         patched = mock.patch.object(Snapshot, "wait_for_copies", settle)
-        with shared_folder() as folder, late(setup, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
+        with snapshots.shared_folder() as folder, late(setup, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
             results = saves.twins_case(folder, "NIG", _job_of("bf16", {}), kind=_Short)
         title = "files are the same with the wait" if waits else "files differ without the wait"
         setup.report.check(title, results.files > 0 and (results.different == []) == waits)
@@ -149,15 +140,9 @@ def _seen_without_the_wait(setup: Any) -> None:
 def _memory(setup: Any) -> None:
     """See that host memory is pinned where there is a GPU, and made once."""
     job, pinned = training.Job(optimizer="Adam", empty=False, config=saves.ASIDE), set[bool]()
-    empty, at = HostWriter._next_buffer, list[set[int]]()
-
-    def taken(self: Any) -> Any:
-        buffer = empty(self)
-        pinned.add(buffer.bytes.is_pinned())
-        return buffer
-
+    at: list[set[int]] = []
     engine, _ = training.make_engine(job, training.placed("GGG"))  # all ranks write
-    with shared_folder() as folder:
+    with snapshots.shared_folder() as folder:
         for number in range(3):
             snapshots.run(engine, job, snapshots.steps_of(job, 1))
             engine.save_checkpoint(folder, str(number))
@@ -166,7 +151,7 @@ def _memory(setup: Any) -> None:
             retained = [item for group in free.values() for item in group]
             pinned |= {item.is_pinned() for item in retained}
             at.append({item.data_ptr() for item in retained})
-        with mock.patch.object(HostWriter, "_next_buffer", taken):
+        with calls.after(HostWriter, "_next_buffer", lambda buffer, _: pinned.add(buffer.bytes.is_pinned())):
             import deepspeed_ext
 
             deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=1)
@@ -176,7 +161,7 @@ def _memory(setup: Any) -> None:
 
 
 def _exported(setup: Any, name: str, how: dict[str, Any]) -> None:
-    with shared_folder() as folder, late(setup):
+    with snapshots.shared_folder() as folder, late(setup):
         changed = cases.exported(f"{folder}/weights", name, **how)
     setup.report.check("the weights of the model", changed == [])
 
@@ -188,14 +173,14 @@ def _seen_without_the_event(setup: Any) -> None:
     def early(self: HostWriter, buffer: Any) -> None:
         write(self, dataclasses.replace(buffer, copied=None))
 
-    with shared_folder() as folder, late(setup), mock.patch.object(HostWriter, "_write", early):
+    with snapshots.shared_folder() as folder, late(setup), mock.patch.object(HostWriter, "_write", early):
         changed = cases.exported(f"{folder}/weights", name, **how)
     setup.report.check("weights differ on a GPU without the wait", (changed != []) == setup.cuda)
 
 
 def _in_memory(setup: Any, name: str, node: int) -> None:
     """Lose a node, and continue from the memory of the other one."""
-    with shared_folder() as folder, late(setup):
+    with snapshots.shared_folder() as folder, late(setup):
         retained, _, sent, changed, is_same, latest, again = memory_saves.lost_case(folder, name, node)
     if changed:
         setup.report.figure("what is not as it was", {key: float(value) for key, value in changed.items()})
@@ -215,7 +200,7 @@ def _resumed(setup: Any, row: tuple[str, dict[str, Any], str]) -> None:
         stack.enter_context(saves.late_copies())
         return stack
 
-    with shared_folder() as folder:
+    with snapshots.shared_folder() as folder:
         results = cases.resumed(job, str(Path(folder, "saved")), name, slowly, contextlib.nullcontext)
     setup.report.check("loaded is what was saved", not results.loaded)
     setup.report.check("resumed is uninterrupted", not (results.resumed or results.elsewhere))

@@ -5,13 +5,9 @@ The cases are those of the simulated device; here the device is real, so its bit
 bits are compared with an unrounded run, with wide bounds; all others with stock DeepSpeed."""
 
 import contextlib
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-from deepspeed import comm as dist
 
 from tests.harness import outer_oracle, snapshots, training
 from tests.harness.device_on_host import cases
@@ -39,7 +35,7 @@ def check(setup: Any) -> None:
     for optimizer, zero, names in RESUMED[: 1 if setup.small else None]:
         job = snapshots.job_of("bf16", zero, optimizer)
         for name in names:
-            with shared_folder() as folder:
+            with snapshots.shared_folder() as folder:
                 results = cases.resumed(job, folder, name, contextlib.nullcontext, contextlib.nullcontext)
             title = f"{name}, {optimizer} {' '.join(zero)}: resumed is uninterrupted"
             setup.report.check(title, not (results.loaded or results.resumed or results.elsewhere))
@@ -70,13 +66,3 @@ def _train(setup: Any, title: str, name: str) -> None:
     setup.report.check(f"{name}, {title}", near and row.replicas_equal and row.same_decisions)
     optimizers = "cpu" if "offload_optimizer" in provided.zero else setup.device
     setup.report.check(f"{name}, {title}: places", places == [(setup.device, optimizers)])
-
-
-@contextlib.contextmanager
-def shared_folder() -> Iterator[str]:
-    """Yield a new folder, the same on all ranks; removed afterwards."""
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
-        dist.broadcast_object_list(shared, src=0)
-        yield shared[0]
-        dist.barrier()

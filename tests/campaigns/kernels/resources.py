@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.harness import nvcc
-from tests.harness.nvcc import Taken
 
 CAPABILITIES = ("8.0", "9.0", "10.0", "12.0")
 THREADS = 256  # of a thread block, of all kernels
@@ -43,7 +42,7 @@ MULTIPROCESSORS = {
 }
 
 
-def occupancy(kernel: Taken) -> tuple[int, str]:
+def occupancy(kernel: nvcc.Taken) -> tuple[int, str]:
     """Return how many warps of a kernel a multiprocessor holds, and the resource that limits it."""
     has, warps = MULTIPROCESSORS[kernel.architecture], THREADS // _WARP
     registers = _up(kernel.registers * _WARP, _REGISTERS_AT_ONCE)
@@ -58,23 +57,23 @@ def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def all_taken(capabilities: Sequence[str]) -> list[Taken]:
+def all_taken(capabilities: Sequence[str]) -> list[nvcc.Taken]:
     """Compile all sources for these architectures, and return the resources of each instantiation."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         jobs = [(source, capability) for capability in capabilities for source in nvcc.SOURCES]
 
-        def one(job: tuple[str, str]) -> list[Taken]:
+        def one(job: tuple[str, str]) -> list[nvcc.Taken]:
             return nvcc.compile_source(job[0], [job[1]], Path(folder, "-".join(job)), "-fatbin")[0]
 
         return [kernel for results in pool.map(one, jobs) for kernel in results]
 
 
-def in_local_memory(kernels: Iterable[Taken]) -> list[str]:
+def in_local_memory(kernels: Iterable[nvcc.Taken]) -> list[str]:
     """Return those that spill registers or have arrays in local memory, which is as slow as global memory."""
     return [f"{taken.symbol} of sm_{taken.architecture}: {taken}" for taken in kernels if taken.stack or taken.spilled]
 
 
-def table(kernels: Sequence[Taken]) -> str:
+def table(kernels: Sequence[nvcc.Taken]) -> str:
     """Return a row for each kernel, in Markdown: its least and most registers, and the warps that follow."""
     architectures = sorted({item.architecture for item in kernels})
     head = "".join(f" sm_{number} |" for number in architectures)
@@ -87,7 +86,7 @@ def table(kernels: Sequence[Taken]) -> str:
     return "\n".join(lines)
 
 
-def _cell(kernels: Sequence[Taken]) -> str:
+def _cell(kernels: Sequence[nvcc.Taken]) -> str:
     registers = sorted({kernel.registers for kernel in kernels})
     span = f"{registers[0]} to {registers[-1]}" if len(registers) > 1 else f"{registers[0]}"
     warps = min(occupancy(kernel)[0] for kernel in kernels)

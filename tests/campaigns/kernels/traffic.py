@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_ext.loco import lossless, reference
-from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.op_builder import source_folder
 from tests.campaigns.kernels.drawing import Drawing
 from tests.harness.cuda_on_cpu import building
@@ -88,11 +87,11 @@ def cases(draw: Drawing) -> Iterator[Case]:
 def _gradients(dtype: torch.dtype) -> Iterator[Case]:
     gradient = torch.randn(1, WIDTH).to(dtype)
     for bits in (4, 8):
-        packing, settings = Packing(bits, BLOCK), (bits, BLOCK, 0.8, 1024.0, True)
+        packing, settings = reference.Packing(bits, BLOCK), (bits, BLOCK, 0.8, 1024.0, True)
         sent = (Placed(gradient, Use.READ), _output(packing.empty(1, WIDTH, gradient)))
         yield Case("loco_compress", f"{_name(dtype)} to {bits} bits", (*sent, None, None, *settings))
         for retained in (torch.uint8, torch.float32) if bits == 4 else ():
-            size = Packing(8, BLOCK).row_bytes(WIDTH) if retained == torch.uint8 else WIDTH
+            size = reference.Packing(8, BLOCK).row_bytes(WIDTH) if retained == torch.uint8 else WIDTH
             error = Placed(torch.zeros(1, size, dtype=retained), _BOTH)
             case = f"{_name(dtype)} to {bits} bits, error in {_name(retained)}"
             yield Case("loco_compress", case, (*sent, error, error, *settings))
@@ -109,7 +108,7 @@ def _differences(dtype: torch.dtype) -> Iterator[Case]:
     retained = torch.randn(1, WIDTH).to(dtype)
     updated = (retained.float() * 1.01).to(dtype)
     for bits in (4, 8):
-        wire = Packing(bits, BLOCK).empty(1, WIDTH, retained)
+        wire = reference.Packing(bits, BLOCK).empty(1, WIDTH, retained)
         reference.difference(updated, retained, wire, bits, BLOCK)
         sent = (Placed(updated, Use.READ), Placed(retained, Use.READ), _output(wire), bits, BLOCK)
         yield Case("loco_difference", f"{_name(dtype)} to {bits} bits", sent)

@@ -135,16 +135,12 @@ def _key(*parts: str) -> str:
 
 def sanitizers() -> dict[str, str]:
     """Return the environment of a process that loads the build ``address``."""
+    libraries = (run(COMPILER, f"-print-file-name={name}").strip() for name in ("libasan.so", "libubsan.so"))
     return {
-        "LD_PRELOAD": ":".join(_library_of_compiler(name) for name in ("libasan.so", "libubsan.so")),
+        "LD_PRELOAD": ":".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
-
-
-def _library_of_compiler(name: str) -> str:
-    command = [COMPILER, f"-print-file-name={name}"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def line_of(library: Path, offset: int) -> str:

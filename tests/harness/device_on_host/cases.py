@@ -103,12 +103,8 @@ def beside(library: str, options: str, names: Sequence[str]) -> list[Beside]:
 
 
 def look(places: list[tuple[str, str]], engine: Any) -> None:
-    places.append(_places(engine))
-
-
-def _places(engine: Any) -> tuple[str, str]:
     weights = {tensor.device.type for tensor in _weights(engine)}
-    return _only({p.device.type for p in engine.module.parameters()}), _only(weights)
+    places.append((_only({p.device.type for p in engine.module.parameters()}), _only(weights)))
 
 
 def _only(values: set[str]) -> str:

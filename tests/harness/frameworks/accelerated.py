@@ -15,11 +15,10 @@ from accelerate.utils import DummyOptim
 from torch import Tensor
 
 from tests.harness import training
-from tests.harness.frameworks import configurations, tiny
-from tests.harness.frameworks.comparison import Row
+from tests.harness.frameworks import comparison, tiny
 
 STEPS = 2
-HALF = STEPS // 2 * configurations.ACCUMULATION  # micro-steps until the checkpoint
+HALF = STEPS // 2 * comparison.ACCUMULATION  # micro-steps until the checkpoint
 
 
 def make_accelerator(zero: dict[str, Any] | None = None) -> Accelerator:
@@ -29,7 +28,7 @@ def make_accelerator(zero: dict[str, Any] | None = None) -> Accelerator:
     ``Accelerator(cpu=True, deepspeed_plugin=...)`` it trains without DeepSpeed.
     """
     PartialState(cpu=True)
-    return Accelerator(deepspeed_plugin=zero and DeepSpeedPlugin(hf_ds_config=configurations.for_accelerate(zero)))
+    return Accelerator(deepspeed_plugin=zero and DeepSpeedPlugin(hf_ds_config=comparison.for_accelerate(zero)))
 
 
 def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[tiny.Run, Tensor, bool]:
@@ -37,10 +36,10 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
     whether the state dict for saving has the weights at the end."""
     model = tiny.make_model()
     start = training.whole_weights(model)
-    data = tiny.sequences(2 * STEPS * configurations.ACCUMULATION * accelerator.num_processes)
+    data = tiny.sequences(2 * STEPS * comparison.ACCUMULATION * accelerator.num_processes)
     rows = [{key: torch.tensor(value) for key, value in row.items()} for row in data]
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
-    engine, _, loader = accelerator.prepare(model, DummyOptim(model.parameters(), lr=configurations.LR), loader)
+    engine, _, loader = accelerator.prepare(model, DummyOptim(model.parameters(), lr=comparison.LR), loader)
     if resume:
         accelerator.load_state(folder)
     losses = []
@@ -59,7 +58,7 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
     return run, start, not saved or torch.equal(full, run.weights)
 
 
-def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> Row:
+def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> comparison.Row:
     """Train with stock DeepSpeed, with our section (None: of the launch), and from the latter's checkpoint."""
     runs = []
     for number, zero in enumerate((stock, ours, ours)):
@@ -74,7 +73,7 @@ if __name__ == "__main__":
     # A shared-memory all-reduce for inference, which takes long to compile; without it DeepSpeed uses gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     strategy, folder = sys.argv[1:]
-    row = compare(configurations.stock(strategy), None, folder)
+    row = compare(comparison.stock(strategy), None, folder)
     Path(folder, f"row{os.environ['RANK']}.json").write_text(json.dumps(row))
     # gloo's threads must not outlive the interpreter: they end with an abort now and then.
     torch.distributed.destroy_process_group()

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 
 from tests.harness import training
-from tests.harness.frameworks import configurations, tiny
+from tests.harness.frameworks import comparison, tiny
 
 HALF = 1  # of the optimizer steps
 
@@ -36,7 +36,7 @@ class Module(LightningModule):
             self.start = training.whole_weights(self.model)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=configurations.LR, eps=configurations.EPS)
+        return torch.optim.AdamW(self.parameters(), lr=comparison.LR, eps=comparison.EPS)
 
     def training_step(self, batch: Any) -> Tensor:
         loss = tiny.network_loss(self.model, batch)
@@ -64,7 +64,7 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny
     Raises:
         ValueError: zero.Init was active at another stage than 3.
     """
-    config = configurations.plain(zero)
+    config = comparison.plain(zero)
     del config["gradient_accumulation_steps"], config["optimizer"]  # Lightning wants to be told itself
     ranks = torch.distributed.get_world_size()
     rows = [torch.tensor(row["input_ids"]) for row in tiny.sequences(4 * HALF * ranks)]  # an epoch of HALF
@@ -81,7 +81,7 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny
             accelerator="cpu",
             devices=ranks,
             max_steps=2 * HALF,
-            accumulate_grad_batches=configurations.ACCUMULATION,
+            accumulate_grad_batches=comparison.ACCUMULATION,
             val_check_interval=1,
             limit_val_batches=1,
             strategy=strategies.DeepSpeedStrategy(config=config),

@@ -11,8 +11,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from tests.harness import training
-from tests.harness.frameworks import configurations, tiny
-from tests.harness.frameworks.comparison import Row
+from tests.harness.frameworks import comparison, tiny
 
 STEPS = 2
 Look = Callable[[Any], Any]
@@ -45,7 +44,7 @@ def train(
     part = dist.get_rank() // (dist.get_world_size() // parts)
     tokens = torch.tensor([row["input_ids"] for row in tiny.sequences(64, 8)])[part::parts]
     losses = []
-    for batch in tokens.split(2)[: STEPS * configurations.ACCUMULATION]:
+    for batch in tokens.split(2)[: STEPS * comparison.ACCUMULATION]:
         loss = loss_of(engine, {"input_ids": batch, "labels": batch})
         engine.backward(loss)
         engine.step()
@@ -60,7 +59,7 @@ def compare(
     make: Callable[[], dict[str, Any]] = dict,
     group: Callable[[], Any] = lambda: None,
     **options: Any,
-) -> Row:
+) -> comparison.Row:
     """Train with two configurations, of which the same weights are held by all ranks or those of a group."""
     expected, start = train(stock, make, **options)
     return tiny.compare_runs(start, expected, train(ours, make, **options)[0], group=group())

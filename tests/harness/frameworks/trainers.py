@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.harness import training
-from tests.harness.frameworks import configurations, tiny
+from tests.harness.frameworks import comparison, tiny
 from tests.harness.frameworks.comparison import Row
 
 MakeTrainer = Callable[[dict[str, Any]], Any]  # from a ``zero_optimization`` section
@@ -32,11 +32,11 @@ def recording(trainer_class: type) -> type:
 
 def arguments(arguments_class: type, zero: dict[str, Any], folder: str, **more: Any) -> Any:
     """Arguments of a Trainer on the CPU: few steps, and a checkpoint after half of them."""
-    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": configurations.ACCUMULATION}
-    adam = {"learning_rate": configurations.LR, "adam_epsilon": configurations.EPS, "lr_scheduler_type": "constant"}
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": comparison.ACCUMULATION}
+    adam = {"learning_rate": comparison.LR, "adam_epsilon": comparison.EPS, "lr_scheduler_type": "constant"}
     saving = {"output_dir": folder, "max_steps": STEPS, "save_steps": STEPS // 2}
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    config = {"deepspeed": configurations.for_trainer(zero)}
+    config = {"deepspeed": comparison.for_trainer(zero)}
     return arguments_class(**{**config, **batch, **adam, **saving, **quiet, **more})
 
 

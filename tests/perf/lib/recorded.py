@@ -20,6 +20,7 @@ from deepspeed_ext.tools.report.contents import build_report
 from deepspeed_ext.tools.report.measures import Step, hop_of
 from deepspeed_ext.tools.report.recorder import Recorder
 from deepspeed_ext.tools.report.reporter import attach
+from tests.harness import calls
 from tests.perf.lib.measurements import BlocksMeasurement, OverlapMeasurement
 from tests.perf.lib.peers import Method
 from tests.perf.lib.records import Row, Table, rate_name, seconds_of, spread
@@ -83,18 +84,9 @@ def recorded_turn(method: Any, turn: Callable[[Method], Turn], ranks_per_node: i
     def hop(group: Any) -> str:
         return hop_of(dist.get_process_group_ranks(dist.group.WORLD if group is None else group), ranks_per_node)
 
-    recorder, step = Recorder(HostClock(), hop), method.step
-
-    def counted(*args: Any, **kwargs: Any) -> None:
-        step(*args, **kwargs)
-        recorder.end_step(1)
-
-    with attach(recorder, method.engine):
-        method.step = counted
-        try:
-            return turn(method), recorder.steps()
-        finally:
-            del method.step
+    recorder = Recorder(HostClock(), hop)
+    with attach(recorder, method.engine), calls.after(method, "step", lambda *_, **__: recorder.end_step(1)):
+        return turn(method), recorder.steps()
 
 
 class WhatIfMeasurement(BlocksMeasurement):

@@ -16,12 +16,10 @@ import os
 import random
 import shutil
 import statistics
-import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -32,6 +30,7 @@ from tqdm import tqdm
 
 from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
 from deepspeed_ext.strategy import STRATEGIES, Placement
+from tests.harness.snapshots import on_first_rank, shared_folder
 from tests.perf.lib import settings, tabulated
 from tests.perf.lib.blocks import make_sleeping_blocks
 from tests.perf.lib.measurements import BACKWARD, Measurement
@@ -79,21 +78,16 @@ class SavesMeasurement(Measurement):
     buffers_bound = 0.01  # of the formula, beside a few scalars
 
     def measure(self) -> list[Row]:
-        self.turns, self._disk = Turns(self.setting.ranks_per_node, self.batches), Disk()
-        self._folder, self._tag = _shared_folder(), 0
+        self.turns, self._disk, self._tag = Turns(self.setting.ranks_per_node, self.batches), Disk(), 0
         self._rows: dict[tuple[str, str], Row] = {}
         self._lists: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         bases = list(dict.fromkeys(base_of(name) for name in self.names))
         bar = tqdm(total=self.args.rounds * len(bases), desc=self.setting.name, disable=dist.get_rank() != 0)
-        try:
-            with self._disk.between():
-                for number in range(self.args.rounds):
-                    for base in random.Random(number).sample(bases, len(bases)):
-                        self._measure(number, base)
-                        bar.update()
-        finally:
-            if dist.get_rank() == 0:
-                shutil.rmtree(self._folder, ignore_errors=True)
+        with shared_folder() as self._folder, self._disk.between():
+            for number in range(self.args.rounds):
+                for base in random.Random(number).sample(bases, len(bases)):
+                    self._measure(number, base)
+                    bar.update()
         for row in self._rows.values():
             lists = self._lists[id(row)]
             for name in ("wait_seconds", "until_committed_seconds", "step_seconds", "beside"):
@@ -165,16 +159,14 @@ class SavesMeasurement(Measurement):
 
         def save() -> tuple[float, float]:
             begin = time.perf_counter()
-            trained.engine.save_checkpoint(str(self._folder), tag=f"save{self._tag}")
+            trained.engine.save_checkpoint(self._folder, tag=f"save{self._tag}")
             return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)[0], begin
 
         (seconds, begin), sent = self.turns.counted(save)
         return seconds, sent / self.setting.nodes, begin
 
     def remove(self) -> None:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._folder / f"save{self._tag}")
+        on_first_rank(shutil.rmtree, f"{self._folder}/save{self._tag}")
 
     @classmethod
     def buffers(cls, setting: Setting, method: str) -> float:
@@ -304,10 +296,3 @@ def _watch(job: Any, ended: list[float]) -> None:
     with contextlib.suppress(Exception):
         job.wait()
     ended.append(time.perf_counter())
-
-
-def _shared_folder() -> Path:
-    """Return a new folder, the same on all ranks. Collective."""
-    folders = [tempfile.mkdtemp(prefix="saves") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folders, 0)
-    return Path(folders[0])

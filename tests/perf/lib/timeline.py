@@ -37,7 +37,6 @@ from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, Strategy
 from tests.perf.lib import records
 from tests.perf.lib.blocks import Pauses, make_blocks
-from tests.perf.lib.records import Row
 from tests.perf.lib.settings import BLOCKS, FORMS, FP32, MUON, NATIVE, OVERLAP, SIZES, rate_name
 
 LETTERS = {stage: letters for letters, stage in PLAIN.items()}
@@ -50,7 +49,7 @@ NO_UNITS = Settings(None, 0, 0)  # of these campaigns, which fetched modules one
 class Case:
     """A measured row, with the inputs of its prediction."""
 
-    row: Row  # the measurement
+    row: records.Row  # the measurement
     campaign: str  # see above. In the first campaign nothing overlaps
     # plain, strategy: whether it is a plain stage, and its strategy without groups.
     plain: bool
@@ -80,7 +79,7 @@ def cases() -> tuple[list[Case], Counter[str]]:
     return predicted, unpredicted
 
 
-def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
+def _of_clusters() -> Iterator[tuple[records.Row, Case | None]]:
     rows = [row for row in records.read("emulated_cluster.csv") if BLOCKS[row.setting].dtype == FP32]
     alone = {(row.setting, row.mbit): row.compute for row in rows}
     for row in rows:
@@ -98,7 +97,7 @@ def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
         yield row, _case(row, OVERLAPPING if setting.size == "large" else SUMMED, setting.sizes, model)
 
 
-def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
+def _of_overlap() -> Iterator[tuple[records.Row, Case | None]]:
     _, width, hidden = SIZES["narrow"]
     shared_settings = {"bucket": 2 * width * hidden, "streams": False, "overlap": True, "overlap_updates": True}
     described = replace(describe(make_blocks(*SIZES["narrow"], Pauses()), units=NO_UNITS), **shared_settings)
@@ -108,7 +107,7 @@ def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
         yield row, _case(row, EMULATED, setting.sizes, model)
 
 
-def _case(row: Row, campaign: str, sizes: GroupSizes, model: Model) -> Case | None:
+def _case(row: records.Row, campaign: str, sizes: GroupSizes, model: Model) -> Case | None:
     """Return the planner's case; None for peers and collectives that it does not support."""
     form = next((form for form in sorted(FORMS, key=len, reverse=True) if row.method.endswith(form)), "")
     name = row.method.removesuffix(form)

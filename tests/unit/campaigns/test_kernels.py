@@ -11,7 +11,6 @@ import pytest
 from deepspeed_ext.op_builder import source_folder
 from scripts import ROOT
 from tests.campaigns.kernels import mutants
-from tests.campaigns.kernels.mutants import FAULTS
 from tests.harness.cuda_on_cpu import building
 from tests.harness.cuda_on_cpu.emulator import OPERATORS
 from tests.harness.tiers import deep
@@ -65,9 +64,9 @@ def figures_of(text: str) -> dict[tuple[str, str], list[float]]:
 
 @needs_a_compiler
 @pytest.mark.deep
-@pytest.mark.parametrize("number", range(len(FAULTS)))
+@pytest.mark.parametrize("number", range(len(mutants.FAULTS)))
 def test_a_fault_is_found(number: int) -> None:
-    assert mutants.find_fault(FAULTS[number], building.LIBRARIES)
+    assert mutants.find_fault(mutants.FAULTS[number], building.LIBRARIES)
 
 
 @pytest.mark.quick

@@ -4,8 +4,6 @@
 
 import dataclasses
 import gc
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,12 +25,10 @@ from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
 from deepspeed_ext.comm import host_channel
 from deepspeed_ext.comm.disjoint_groups import timeout_of
-from deepspeed_ext.comm.host_channel import HostChannel
-from tests.harness import pipelines, saves, snapshots, training
+from tests.harness import calls, pipelines, saves, snapshots, training
 from tests.harness.tiers import deep, with_cases
-from tests.harness.training import PARTITIONED, REPLICATED, placed
 
-ALL = (*REPLICATED, *PARTITIONED)
+ALL = (*training.REPLICATED, *training.PARTITIONED)
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FEW_BITS: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
 EVERYTHING = {**FEW_BITS, "paro_overlap_updates": True, "overlap_comm": True}
@@ -87,19 +83,16 @@ def memory_case(name: str) -> tuple[int, list[int], int, int, list[int]]:
     files = engine.checkpoint_engine
     buffers, write, paths = files.async_saves.buffers, files.write, set[str]()
     files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
-        dist.broadcast_object_list(shared, 0)
-        folder, retained, addresses = Path(shared[0]), [], set()
+    with snapshots.shared_folder() as folder:
+        retained, addresses = [], set()
         for extra in ({}, {}, {}, {"more": torch.zeros(1000)}, {}):  # the last frees what the larger one had
             engine.save_checkpoint(folder, "tag", extra)
             files.finish()
             retained.append(buffers.nbytes)
             if len(retained) == 3:
-                written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
+                written = sum(Path(folder, "tag", Path(path).name).stat().st_size for path in paths)
             if len(retained) <= 3:
                 addresses.add(tuple(sorted(item.data_ptr() for group in buffers._free.values() for item in group)))
-        dist.barrier()
     return dist.get_rank(), retained[:3], written, len(addresses), retained[3:]
 
 
@@ -160,7 +153,7 @@ def failing(fault: str, rank: int) -> Iterator[None]:
 
 
 def host_groups() -> int:
-    channels = [channel for channel in gc.get_objects() if isinstance(channel, HostChannel)]
+    channels = [channel for channel in gc.get_objects() if isinstance(channel, host_channel.HostChannel)]
     return sum(group.gloo is not None for channel in channels for group in channel._groups)
 
 
@@ -201,7 +194,7 @@ def faults_case(
     job = dataclasses.replace(job, boundary=boundary, accumulation=2)
     runs = []
     for _ in range(2):
-        engine, model = training.make_engine(job, placed(name))
+        engine, model = training.make_engine(job, training.placed(name))
         runs.append(saves.Run(engine, model, job, folder))
     run, undisturbed = runs
     run.step()
@@ -259,7 +252,7 @@ def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], st
     runs = []
     for number, (name, keys) in enumerate((("NIG", {}), ("IIG", {"use_node_local_storage": True}))):
         job = snapshots.job_of(checkpoint={**saves.ASIDE["checkpoint"], **keys})
-        engine, model = training.make_engine(job, placed(name))
+        engine, model = training.make_engine(job, training.placed(name))
         runs.append(saves.Run(engine, model, job, f"{folder}/{number}"))
     if dist.get_rank() == 2:
         no_thread = mock.Mock(side_effect=RuntimeError("can't start new thread"))
@@ -298,7 +291,7 @@ def test_a_save_outlives_the_process_groups(ranks: Any, tmp_path: Path) -> None:
 
 
 def outliving_case(folder: str) -> str:
-    engine, _ = training.make_engine(snapshots.job_of(**saves.ASIDE), placed("NIG", 1))
+    engine, _ = training.make_engine(snapshots.job_of(**saves.ASIDE), training.placed("NIG", 1))
     engine.save_checkpoint(folder, "1")
     deepspeed.comm.destroy_process_group()
     engine.checkpoint_engine.cleanup()
@@ -326,23 +319,12 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     brief = timedelta(seconds=2.5)
     patched = mock.patch.object(host_channel, "timeout_of", lambda group: brief)
     with patched:
-        engine, _ = training.make_engine(job, placed("NIG", 1))
+        engine, _ = training.make_engine(job, training.placed("NIG", 1))
     files, saved = engine.checkpoint_engine, f"{folder}/saved"
-    complete = Snapshot.complete_copies
 
-    def slowly(self: Snapshot) -> None:
-        time.sleep(seconds * dist.get_rank())
-        complete(self)
-
-    def losing(name: str) -> Any:
-        communicate = getattr(HostChannel, name)
-
-        def lose(self: HostChannel, *args: Any) -> Any:
-            if dist.get_rank() == 1:
-                self.close()
-            return communicate(self, *args)
-
-        return mock.patch.object(HostChannel, name, lose)
+    def lose(channel: Any, *_: Any) -> None:
+        if dist.get_rank() == 1:
+            channel.close()
 
     def save(tag: str) -> None:
         engine.save_checkpoint(saved, tag)
@@ -356,12 +338,12 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     files.finish()
     before = timeout_of(None)
     distributed_c10d._set_pg_timeout(brief, dist.get_world_group())
-    with patched, mock.patch.object(Snapshot, "complete_copies", slowly):
+    with patched, saves.late_copies(seconds * dist.get_rank()):
         slow = [snapshots.error_of(save, "slow"), Path(saved, "latest").read_text()]
     distributed_c10d._set_pg_timeout(before, dist.get_world_group())
     lost = []
     for name, act in (("all_reduce_sum", save), ("exchange", save), ("exchange_text", save_in_memory)):
-        with losing(name):
+        with calls.before(host_channel.HostChannel, name, lose):
             lost.append(snapshots.error_of(act, "lost"))
     with mock.patch.object(residuals, "save", side_effect=RuntimeError("in the middle")):
         lost.append(snapshots.error_of(save, "in the middle"))

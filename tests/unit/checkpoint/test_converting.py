@@ -15,7 +15,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.checkpoint import conversion, owned_folder
-from tests.harness import snapshots, training
+from tests.harness import calls, snapshots, training
 from tests.harness.snapshots import convert, error_of
 from tests.harness.tiers import deep
 
@@ -45,9 +45,7 @@ def save_case(folder: str, name: str) -> None:
     job, engine, model = begin(name)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
-    observed = snapshots.snapshot(engine, model, job)
-    if dist.get_rank() == 0:
-        torch.save(observed, f"{folder}.pt")
+    snapshots.on_first_rank(torch.save, snapshots.snapshot(engine, model, job), f"{folder}.pt")
 
 
 @pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)
@@ -135,14 +133,12 @@ def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
     another folder; the names in the folder before and after a third conversion, which replaces a universal checkpoint;
     and the latest universal tag."""
     target = Path(folder, "global_step3_universal")
-    rename = Path.rename
 
-    def stop(path: Path, target: Path) -> Path:
+    def stop(path: Path, target: Path) -> None:
         if target.name == "momentum_buffer.pt":
             raise OSError("killed")
-        return rename(path, target)
 
-    with mock.patch.object(Path, "rename", stop):
+    with calls.before(Path, "rename", stop):
         message = error_of(convert, folder, ours=True)
     results = [names_in(folder)]
     (target / "something else").mkdir(parents=True)
@@ -201,15 +197,9 @@ def ends_case(folder: str) -> dict[str, str]:
     def error(tag: str = "one", inside: str = folder) -> str:
         return error_of(conversion.convert_for_load, inside, tag, "another strategy")
 
-    def failing(name: str) -> Any:
-        act = getattr(Path, name)
-
-        def fail(path: Path, *args: Any, **kwargs: Any) -> Any:
-            if path.name == "at_work":
-                raise OSError(28, "No space left on device")
-            return act(path, *args, **kwargs)
-
-        return mock.patch.object(Path, name, fail)
+    def fail(path: Path, *_: Any, **__: Any) -> None:
+        if path.name == "at_work":
+            raise OSError(28, "No space left on device")
 
     results = {}
     with mock.patch.multiple(conversion, _DEAD_SECONDS=1.0, _BEAT_SECONDS=0.05, _POLL_SECONDS=0.05):
@@ -217,10 +207,10 @@ def ends_case(folder: str) -> dict[str, str]:
             results["late"] = error()
         with mock.patch.object(subprocess, "run", side_effect=ValueError("no text")):
             results["broken"] = error()
-            with failing("touch"):
+            with calls.before(Path, "touch", fail):
                 results["full"] = error()
             results["taken"] = error("two")
-            with failing("unlink"):
+            with calls.before(Path, "unlink", fail):
                 results["unwritable"] = error()
         with mock.patch.object(subprocess, "run", side_effect=Gone()):
             try:
@@ -262,20 +252,17 @@ def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
         (created / f"by job {job}").touch()
         return subprocess.CompletedProcess([], 0, "")
 
-    wait = conversion._wait_for_conversion
-
-    def wait_for_both(source: Path, at_work: Path) -> None:
+    def start_second(*_: Any) -> None:
         if not second:
             second.append("")
             second[0] = conversion.convert_for_load(folder, "one", "another strategy")[0]
-        wait(source, at_work)
 
     if first:
         owned_folder.create_marker(Path(folder, "older_converted"), shared=True).close()
         used = owned_folder.create_marker(Path(folder, "used_converted"), shared=True)
     with (
         mock.patch.object(subprocess, "run", side_effect=convert),
-        mock.patch.object(conversion, "_wait_for_conversion", wait_for_both),
+        calls.before(conversion, "_wait_for_conversion", start_second),
     ):
         tag, lease = conversion.convert_for_load(folder, "one", "another strategy")
     dist.barrier()

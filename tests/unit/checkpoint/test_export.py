@@ -25,7 +25,6 @@ from deepspeed_ext.checkpoint.host_writer import HostWriter
 from tests.harness import experts, networks, saves, snapshots, training
 from tests.harness.save_faults import flip
 from tests.harness.tiers import deep, with_cases
-from tests.harness.training import PARTITIONED, REPLICATED
 from tests.harness.verification import verified
 
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -37,7 +36,7 @@ HOST_BYTES = 992  # in two buffers, less than most tensors have
     "dtype, names",
     ("bf16", ("NIG", "IIG")),
     ("fp32", ("III", "3")),
-    *deep(("fp32", REPLICATED), ("bf16", PARTITIONED)),
+    *deep(("fp32", training.REPLICATED), ("bf16", training.PARTITIONED)),
 )
 def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
     for name, (rank, differing, tied, trained, most) in ranks(4).each(parity_case, names, str(tmp_path), dtype):
@@ -99,9 +98,7 @@ def parity_case(name: str, folder: str, dtype: str) -> Any:
         engine, f"{folder}/{name}", max_shard_bytes=500, writers=3, host_bytes=HOST_BYTES
     )
     largest = max(sum(getattr(p, "ds_numel", p.numel()) for p in m.parameters(recurse=False)) for m in model.modules())
-    saved: dict[str, torch.Tensor] = {}
-    for path in Path(folder, name).glob("model-*.safetensors"):
-        saved.update(load_file(path))
+    saved = {k: v for path in Path(folder, name).glob("model-*.safetensors") for k, v in load_file(path).items()}
     full = engine._zero3_consolidated_16bit_state_dict() if name[0] in "IG3" else model.state_dict()
     full = saved | {tied[1]: saved[tied[0]]} if full is None or dist.get_rank() else full  # of the first rank
     differing = [k for k in saved if k not in full or not torch.equal(saved[k], full[k])]
@@ -121,7 +118,7 @@ def parity_case(name: str, folder: str, dtype: str) -> Any:
     "kind, names",
     ("MoE", ("NIG",)),
     ("AutoEP", ("IIG",)),
-    *deep(("AutoEP", ("NIG",)), ("MoE", REPLICATED), ("AutoEP", PARTITIONED)),
+    *deep(("AutoEP", ("NIG",)), ("MoE", training.REPLICATED), ("AutoEP", training.PARTITIONED)),
 )
 def test_experts_are_exported_as_in_a_full_model(ranks: Any, tmp_path: Path, kind: str, names: Sequence[str]) -> None:
     for name, (began_alike, apart) in ranks(4).each(experts_case, names, str(tmp_path), kind):
@@ -146,9 +143,7 @@ def experts_case(name: str, folder: str, kind: str) -> tuple[bool, float]:
     alike &= all(torch.equal(provided[k], saved[k]) for k in saved if kind == "AutoEP" or "experts" not in k)
     snapshots.run(engine, job, snapshots.steps_of(job, 2))
     deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}", writers=2, max_shard_bytes=3000)
-    saved = {}
-    for path in Path(folder, f"{kind}{name}").glob("*.safetensors"):
-        saved.update(load_file(path))
+    saved = {k: v for path in Path(folder, f"{kind}{name}").glob("*.safetensors") for k, v in load_file(path).items()}
     full.load_state_dict(saved)
     x, _ = next(training.batches(job))
     engine.eval()
@@ -304,7 +299,7 @@ def refused_case(folder: str) -> list[str]:
     return results
 
 
-@with_cases("names", ("NIG", "IIG"), *deep((REPLICATED,), (PARTITIONED,)))
+@with_cases("names", ("NIG", "IIG"), *deep((training.REPLICATED,), (training.PARTITIONED,)))
 def test_save_16bit_model_writes_all_weights_or_nothing(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
     for name, row in ranks(4).each(bit16_case, names, str(tmp_path)):
         assert row == (True, [], ["pytorch_model.bin"]), (name, row)
@@ -318,7 +313,7 @@ def bit16_case(name: str, folder: str) -> tuple[bool, list[str], list[str]]:
         raise OSError(28, "No space left on device")
 
     job = training.Job(dtype="bf16", frozen=(1,), empty=False, network=snapshots.Buffered)
-    zero = {"paro_strategy": name, "paro_group_size": 2, **(GATHER if name in PARTITIONED else {})}
+    zero = {"paro_strategy": name, "paro_group_size": 2, **(GATHER if name in training.PARTITIONED else {})}
     engine, model = training.make_engine(job, zero)
     snapshots.mark(engine, model)
     snapshots.run(engine, job, snapshots.steps_of(job, 2))

@@ -24,14 +24,12 @@ from deepspeed_ext.checkpoint import folder as folders
 from deepspeed_ext.checkpoint.files import CheckpointFiles, wrap
 from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.zero import checkpoint_ranks
-from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
-from tests.harness import snapshots, training
+from tests.harness import calls, snapshots, training
 from tests.harness.logs import logged
 from tests.harness.save_faults import ASYNC, SYNC, Fault, flip
 from tests.harness.save_faults import run as run_fault
 from tests.harness.snapshots import SHARD, error_of
 from tests.harness.tiers import deep
-from tests.harness.training import PARTITIONED, placed
 from tests.harness.verification import Payload, check_each_of, check_verification
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads; ``SHARD`` is another.
@@ -78,7 +76,7 @@ def files_of(name: str, universal: bool) -> Iterator[tuple[str, str, dict[str, b
             )
     else:
         yield from ((file, fault, {}) for file in (MODULE[name], SHARD) for fault in FAULTS)
-        if name in PARTITIONED:  # weights without optimizer states come from all shards
+        if name in training.PARTITIONED:  # weights without optimizer states come from all shards
             yield from ((SHARD, fault, {"load_module_only": True}) for fault in FAULTS)
 
 
@@ -117,16 +115,10 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
     for file, fault, parts in files_of(name, universal):
         path = Path(folder, tag, file)
         good = {path: path.read_bytes() for path in (path, path.with_name(folders.RECORD)) if path.exists()}
-        dist.barrier()
-        if dist.get_rank() == 0:
-            spoil(path, fault)
-        dist.barrier()
+        snapshots.on_first_rank(spoil, path, fault)
         messages.append(error_of(engine.load_checkpoint, folder, tag=tag, **parts))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            for path, content in good.items():
-                path.write_bytes(content)
-        dist.barrier()
+        for path, content in good.items():
+            snapshots.on_first_rank(path.write_bytes, content)
     changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
     engine.load_checkpoint(folder, tag=tag)
     return messages, changed, snapshots.difference(saved, snapshots.snapshot(engine, model, job))
@@ -164,7 +156,7 @@ def misfits_case(misfit: tuple[Any, ...], folder: str) -> tuple[str, bool]:
         engine, _ = training.make_trained(job, saved)
         engine.save_checkpoint(f"{folder}/{saved}")
         engine.destroy()
-    engine, model = training.make_engine(job, placed(loaded, **keys))
+    engine, model = training.make_engine(job, training.placed(loaded, **keys))
     before, message = training.whole_weights(model), ""
     try:
         engine.load_checkpoint(f"{folder}/{saved}")
@@ -391,15 +383,9 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[st
     saved = snapshots.snapshot(engine, model, job)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     fail = mock.Mock(side_effect=OSError("no space for names"))
-    revert = folders.CheckpointFolder.revert
-
-    def revert_late(taken: folders.CheckpointFolder) -> None:
-        time.sleep(0.5)
-        revert(taken)
-
     with (
         mock.patch.object(folders, "replace_text", fail if dist.get_rank() == 2 else folders.replace_text),
-        mock.patch.object(folders.CheckpointFolder, "revert", revert_late),
+        calls.before(folders.CheckpointFolder, "revert", lambda _: time.sleep(0.5)),
     ):
         message = error_of(engine.save_checkpoint, disk, tag)
     engine.load_checkpoint(disk)
@@ -438,7 +424,7 @@ def test_each_rank_expects_its_experts_and_its_writers_ranks(monkeypatch: pytest
     engine._get_expert_ckpt_name = lambda folder, number, expert, *_, **__: str(expert)
     files = dict(experts.expert_files(engine, "", "tag"))
     assert files["3"]["mixture.experts.weight.3"] == (3,) and list(files) == ["2", "3"]
-    writers: Any = object.__new__(CheckpointWriters)
+    writers: Any = object.__new__(checkpoint_ranks.CheckpointWriters)
     writers._world, writers._group = "all", "two"
     monkeypatch.setattr(checkpoint_ranks, "data_parallel_ranks", lambda group: [1, 3, 5, 7])
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)

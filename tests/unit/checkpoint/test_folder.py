@@ -5,15 +5,17 @@
 import os
 import shutil
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from deepspeed_ext.checkpoint import folder as module
 from deepspeed_ext.checkpoint import owned_folder
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from tests.harness.calls import before
 from tests.harness.tiers import deep, with_cases
 
 
@@ -230,29 +232,25 @@ def test_a_save_that_fails_on_another_rank_is_undone(tmp_path: Path, tag: str) -
 
 
 @pytest.mark.parametrize("tag", ["one", "two"])
-def test_a_rename_is_undone_if_its_flush_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+def test_a_rename_is_undone_if_its_flush_fails(tmp_path: Path, tag: str) -> None:
     previous = CheckpointFolder(tmp_path, "one")
     save(previous, "first")
     folder = CheckpointFolder(tmp_path, tag)
     write(folder, "second")
-    flush = owned_folder.sync
 
     def fail_on_parent(path: Path) -> None:
         if Path(path) == tmp_path:
             raise OSError("Input/output error")
-        flush(path)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(owned_folder, "sync", fail_on_parent)
-        with pytest.raises(OSError, match="Input/output error"):
-            folder.publish()
+    with before(owned_folder, "sync", fail_on_parent), pytest.raises(OSError, match="Input/output error"):
+        folder.publish()
     folder.revert()
     assert read(previous) == {"first"} and previous.actual_tag() == "one"
     assert names_in(tmp_path) == ["latest", "one"] and (tmp_path / "latest").read_text() == "one"
 
 
 @pytest.mark.parametrize("tag, disk", [("two", False), ("one", True), *deep(("one", False))])
-def test_a_killed_save_leaves_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool) -> None:
+def test_a_killed_save_leaves_one_save(tmp_path: Path, tag: str, disk: bool) -> None:
     """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save. The
     tag may be a link to another disk."""
     calls = 0
@@ -261,7 +259,7 @@ def test_a_killed_save_leaves_one_save(tmp_path: Path, monkeypatch: pytest.Monke
             (tmp_path / f"disk{calls}" / "target").mkdir(parents=True)
             (tmp_path / str(calls)).mkdir()
             (tmp_path / str(calls) / "one").symlink_to(tmp_path / f"disk{calls}" / "target")
-        folder = kill_at(tmp_path / str(calls), calls, monkeypatch, tag)
+        folder = kill_at(tmp_path / str(calls), calls, tag)
         if folder is None:
             break
         latest = (folder.save_dir / "latest").read_text()
@@ -283,32 +281,28 @@ def left_in(folder: Path) -> list[str]:
     return [name for name in names_in(folder) if name[0] != "." or any((folder / name).iterdir())]
 
 
-def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) -> Any:
+def kill_at(path: Path, number: int, tag: str) -> Any:
     """Save to tag "one", then to ``tag``, killed before a call; the second folder, or None if it came to its end."""
-    folder = module.CheckpointFolder(path, "one")
+    folder = CheckpointFolder(path, "one")
     save(folder, "first")
     (folder.path / "tokenizer.json").write_text("of somebody else")
-    folder = module.CheckpointFolder(path, tag)
+    folder = CheckpointFolder(path, tag)
     count, write_text = 0, Path.write_text
 
-    def guarded(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count > number:
-                if original is write_text:
-                    write_text(args[0], "")  # half-way
-                raise Killed
-            return original(*args, **kwargs)
+    def kill(name: str, *args: Any, **_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > number:
+            if name == "write_text":
+                write_text(args[0], "")  # half-way
+            raise Killed
 
-        return call
-
-    with monkeypatch.context() as patch:
+    with ExitStack() as stack:
         paths = ((Path, name) for name in ("mkdir", "rename", "replace", "write_text"))
         calls = ((os, name) for name in ("link", "unlink", "rmdir"))
         others = ((shutil, "copystat"), (owned_folder, "_exchange"), (owned_folder, "create_marker"))
         for owner, name in (*paths, *calls, *others):
-            patch.setattr(owner, name, guarded(getattr(owner, name)))
+            stack.enter_context(before(owner, name, partial(kill, name)))
         try:
             save(folder, "second")
         except Killed:

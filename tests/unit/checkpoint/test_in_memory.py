@@ -25,8 +25,7 @@ from deepspeed_ext.checkpoint import commit, in_memory, memory_folder, memory_re
 from deepspeed_ext.checkpoint.loading import _warn_if_older
 from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
 from deepspeed_ext.comm.agreement import broadcast_text
-from tests.harness import logs, memory_saves, snapshots, training
-from tests.harness.logs import logged
+from tests.harness import calls, logs, memory_saves, snapshots, training
 from tests.harness.tiers import deep, with_cases
 
 LOST = [("NIG + LoCo", 1), ("IIG", 0)]
@@ -65,9 +64,7 @@ def four_ranks_case(base: str) -> None:
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, model = training.make_trained(job, "IIG")
     deepspeed_ext.save_in_memory(engine, f"{base}/saved")
-    observed = snapshots.snapshot(engine, model, job)
-    if dist.get_rank() == 0:
-        torch.save(observed, f"{base}/seen.pt")
+    snapshots.on_first_rank(torch.save, snapshots.snapshot(engine, model, job), f"{base}/seen.pt")
     engine.destroy()
     memory_saves.lose(base, 1)
 
@@ -137,10 +134,7 @@ def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
         folder = f"{base}/{case}_saved"
         with mock.patch.object(MemoryFolder, *CHANGED[case]) if case in CHANGED else nullcontext():
             error = three_saves(engine, job, folder, case)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            spoil(base, folder, case)
-        dist.barrier()
+        snapshots.on_first_rank(spoil, base, folder, case)
         if case == "model":
             engine.destroy()
             job = dataclasses.replace(job, sizes=(13, 36, 29, 7))
@@ -244,18 +238,13 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
     """Return the shards that this rank holds, by the ranks that wrote them; bytes that it has asked for, and of the
     files of these ranks, which share one of weights; the most numbers that it has sent to all ranks at once; warnings;
     and the error of a node without room."""
-    rank, sent, rows, gather = dist.get_rank(), [], [], in_memory.all_gather_rows
-
-    def gathered(values: list[int]) -> torch.Tensor:
-        sent.append(values)
-        rows.append(gather(values))
-        return rows[-1]
-
+    rank, messages = dist.get_rank(), []
     config = {"checkpoint": {"async_save": True, "memory_folder": base, "memory_copies": copies}}
     job = training.Job(optimizer="Adam", empty=False, config=config)
     engine, _ = training.make_trained(job, training.placed("NGG", 1))
     in_memory._warn_once.cache_clear()
-    with mock.patch.object(in_memory, "all_gather_rows", gathered), logs.logged() as lines:
+    gathers = calls.after(in_memory, "all_gather_rows", lambda rows, values: messages.append((values, rows)))
+    with gathers, logs.logged() as lines:
         deepspeed_ext.save_in_memory(engine, f"{base}/saved")
         engine.checkpoint_engine.finish()
     dist.barrier()
@@ -263,6 +252,7 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
     retained = sorted(int(path.name.split("_")[3]) for path in shards)
     parts = (json.loads(path.read_text())["part"] for path in Path(base).glob("*/*/manifest.json"))
     assert all(abs(Part.from_json(part).save.time - time.time()) < 3600 for part in parts)
+    sent, rows = zip(*messages, strict=True)
     sizes = {key: size for item in retained for key, size in rows[0][item, 2:].view(-1, 2).tolist()}
     with mock.patch.object(MemoryFolder, "free_bytes", 1000):
         message = snapshots.error_of(deepspeed_ext.save_in_memory, engine, f"{base}/saved", "full")
@@ -395,7 +385,7 @@ def test_free_bytes_respect_memory_and_control_groups(
 @pytest.mark.quick
 def test_an_older_latest_universal_logs_a_warning(tmp_path: Path) -> None:
     universal, latest = tmp_path / "latest_universal", tmp_path / "latest"
-    with logged() as lines:
+    with logs.logged() as lines:
         universal.touch()
         _warn_if_older(universal, latest)
         latest.touch()

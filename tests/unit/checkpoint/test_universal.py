@@ -17,7 +17,6 @@ from deepspeed.checkpoint.constants import LOSS_SCALER
 from deepspeed_ext.checkpoint import to_universal, universal
 from deepspeed_ext.zero.saved_states import MOMENTUM
 from tests.harness import snapshots, training
-from tests.harness.snapshots import job_of, job_of_kind
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
@@ -33,15 +32,14 @@ SUB_GROUPS = {"reduce_bucket_size": 300, **ONE_SUB_GROUP}
 def save_case(
     name: str, folder: str, dtype: str, group_size: int = 2, kind: str = "Adam", zero: Any = None, convert: bool = True
 ) -> None:
-    job = job_of_kind(kind, dtype)
+    job = snapshots.job_of_kind(kind, dtype)
     job = replace(job, zero={**job.zero, **(zero or {})})
     engine, model = training.make_engine(job, placed(name, group_size))
     snapshots.mark(engine, model)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     observed = snapshots.snapshot(engine, model, job)
     engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
-    if dist.get_rank() == 0:
-        torch.save(observed, f"{folder}/{name}/seen.pt")
+    snapshots.on_first_rank(torch.save, observed, f"{folder}/{name}/seen.pt")
     if convert:
         snapshots.convert(f"{folder}/{name}", ours=kind != "Adam")
 
@@ -55,7 +53,7 @@ def load_case(
     zero: dict[str, Any] | None = None,
     config: dict[str, Any] = UNIVERSAL,
 ) -> dict[str, float]:
-    job = job_of_kind(kind, dtype, **config)
+    job = snapshots.job_of_kind(kind, dtype, **config)
     job = replace(job, zero={**job.zero, **(zero or {})})
     saved, loaded = pair
     engine, model = training.make_trained(job, placed(loaded, group_size), skip=7)  # something to be overwritten
@@ -140,7 +138,7 @@ def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path, parts
 
 def weights_case(pair: tuple[str, str], folder: str, part: dict[str, bool], fp32: bool) -> tuple[float, float, bool]:
     """Return differences of the model's and the optimizer's weights, and whether moments have changed."""
-    job = job_of("bf16", **UNIVERSAL)
+    job = snapshots.job_of("bf16", **UNIVERSAL)
     job = replace(job, zero={**job.zero, "load_from_fp32_weights": fp32})
     saved, loaded = pair
     engine, model = training.make_trained(job, loaded, skip=7)

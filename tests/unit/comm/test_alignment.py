@@ -11,8 +11,7 @@ import torch
 from deepspeed_ext.comm import collectives, layout
 from deepspeed_ext.comm.packing import align_rows
 from deepspeed_ext.comm.spans import Span
-from tests.harness import training
-from tests.harness.training import PARTITIONED, REPLICATED
+from tests.harness import calls, training
 
 
 @pytest.mark.quick
@@ -36,7 +35,7 @@ def test_rows_are_padded_to_16_elements(windows: list[tuple[int, int]]) -> None:
     assert (padded.data_ptr() == row.data_ptr()) == (windows == [(0, 32)])  # a view where that can be
 
 
-@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
+@pytest.mark.parametrize("names", [training.REPLICATED, training.PARTITIONED], ids=["p=N", "p=I,G"])
 def test_message_parts_start_at_multiples_of_16_bytes(ranks: Any, names: tuple[str, ...]) -> None:
     for begins in ranks(6).run(begins_case, names):
         assert begins.keys() == set(names)
@@ -48,9 +47,8 @@ def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
     """Train two groups of three ranks as with NCCL; return by strategy and collective the offsets of the parts in
     their allocations: bytes modulo 16."""
     offsets: dict[str, dict[str, set[int]]] = {}
-    start = collectives.Collectives.start
 
-    def note(group: Any, operation: str, collective: Any, *arguments: Any) -> Any:
+    def note(group: Any, operation: str, collective: Any, *arguments: Any) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         smallest = min(tensor.numel() for tensor in tensors)
         for tensor in tensors:
@@ -60,12 +58,11 @@ def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
             offsets[name].setdefault(f"{group.name} {operation}", set()).update(
                 begin * tensor.element_size() % 16 for begin in begins
             )
-        return start(group, operation, collective, *arguments)
 
     job = training.Job(dtype="bf16", steps=1, accumulation=2, groups=2, empty=False, zero=training.SMALL)
     with (
         mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
-        mock.patch.object(collectives.Collectives, "start", note),
+        calls.before(collectives.Collectives, "start", note),
     ):
         for name in names:
             offsets[name] = {}

@@ -16,7 +16,7 @@ from deepspeed_ext.comm import worker_thread
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from tests.campaigns.endings import Case, Ended, served
-from tests.harness import snapshots, training
+from tests.harness import calls, snapshots, training
 from tests.harness.tiers import deep
 
 LATE = 0.5  # seconds; the other rank has ended by then
@@ -140,15 +140,13 @@ def wait_case() -> tuple[int, int]:
     engine, _ = training.make_engine(job, training.placed("IIG", **training.SMALL))
     x, y = next(training.batches(job))
     training.micro_step(engine, job, 0, x, y)
-    step = engine.optimizer.optimizer.step
 
-    def late(*args: Any, **kwargs: Any) -> Any:
+    def wait(*_: Any, **__: Any) -> None:
         if dist.get_rank() > 1:  # in the other group
             _get_default_store().wait(["the first group has seen what runs"])
-        return step(*args, **kwargs)
 
-    engine.optimizer.optimizer.step = late
-    engine.step()
+    with calls.before(engine.optimizer.optimizer, "step", wait):
+        engine.step()
     before = len([worker for worker in worker_thread.running_workers() if worker.finish_before_exit])
     if dist.get_rank() == 0:
         _get_default_store().set("the first group has seen what runs", "")

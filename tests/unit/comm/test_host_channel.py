@@ -13,7 +13,6 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.comm import host_channel
 from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, require_same, run_on_all_or_raise, unique_number
-from deepspeed_ext.comm.host_channel import HostChannel, tree
 from tests.harness.snapshots import error_of
 
 pytestmark = pytest.mark.quick
@@ -23,7 +22,7 @@ TEXTS = ("", "plain", "Zoë", BYTES, "half of a pair \ud800", "é" * 5000)
 
 @pytest.mark.parametrize("world", [1, 2, 31, 32, 33, 1024, 1025, 4096])
 def test_tree_groups_are_small_and_equal_on_all_members(world: int) -> None:
-    trees = [tree(rank, world) for rank in range(world)]
+    trees = [host_channel.tree(rank, world) for rank in range(world)]
     for rank, groups in enumerate(trees):
         assert all(groups[level] == trees[member][level] for level, ranks in enumerate(groups) for member in ranks)
         assert sum(len(ranks) - 1 for ranks in groups) <= 31 * 3, "connections"
@@ -75,7 +74,7 @@ def test_lost_connection_raises_on_all_ranks_at_once(ranks: Any, vote: bool) -> 
 
 def lost_case(vote: bool) -> tuple[str, float]:
     """Return the error of a vote, or of a first message, after a rank has closed its connections, and its seconds."""
-    channel = HostChannel(unique_number())
+    channel = host_channel.HostChannel(unique_number())
     channel.all_reduce_min(0)
     rank = channel.rank
     if rank == 1:
@@ -105,7 +104,7 @@ def test_all_ranks_receive_any_error_text(ranks: Any) -> None:
 
 def texts_case() -> tuple[list[str], list[list[str]], list[str]]:
     """Return the errors of one rank, the texts of both, and whether such texts can be compared."""
-    channel, rank = HostChannel(unique_number()), dist.get_rank()
+    channel, rank = host_channel.HostChannel(unique_number()), dist.get_rank()
 
     def fail(error: Exception) -> None:
         if rank == 1:

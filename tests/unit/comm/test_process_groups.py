@@ -14,7 +14,6 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.comm import disjoint_groups, process_groups
-from deepspeed_ext.comm.disjoint_groups import timeout_of
 from deepspeed_ext.comm.process_groups import (
     data_parallel_ranks,
     default_group_size,
@@ -160,7 +159,7 @@ def test_groups_inherit_the_timeout_of_their_parent(ranks: Any) -> None:
 def timeout_case() -> list[float]:
     topology = get_topology(torch.distributed.new_group(list(range(4)), timeout=timedelta(seconds=77)), 2, alone=True)
     groups = (topology.world, topology.intra, topology.inter, topology.alone)
-    return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
+    return [disjoint_groups.timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
 
 
 @with_cases("sizes, found", ("2122", "1, 2"), ("    ", "not set"))

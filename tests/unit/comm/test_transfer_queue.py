@@ -25,12 +25,19 @@ from tests.harness.transfers import Handle
 pytestmark = pytest.mark.quick
 
 
-def transfer(log: list[str], name: str) -> Any:
+def transfer(log: list[str], name: str, handle: type[Handle] = Handle) -> Any:
     for hop in (1, 2):
         log.append(f"start {name}{hop}")
-        yield Handle(log, f"{name}{hop}")
+        yield handle(log, f"{name}{hop}")
     log.append(f"done {name}")
-    return torch.empty(0)
+    return torch.ones(1)
+
+
+def held_up(log: list[str], may: threading.Event) -> Any:
+    """A transfer that starts when it may."""
+    may.wait(10)
+    assert not torch.is_grad_enabled()
+    return (yield from transfer(log, "a"))
 
 
 def ignore(result: torch.Tensor) -> None:
@@ -310,16 +317,9 @@ def test_current_stream_waits_for_dropped_transfers() -> None:
 def test_thread_completes_one_transfer_after_another() -> None:
     log: list[str] = []
     may = threading.Event()
-
-    def held_up() -> Any:
-        may.wait(10)
-        yield from transfer(log, "a")
-        assert not torch.is_grad_enabled()
-        return torch.ones(1)
-
     queue = TransferQueue(overlap=True, side_streams=True, on_thread=True)
     assert queue.unattended and not TransferQueue(overlap=True, side_streams=True).unattended
-    first = queue.start(held_up())
+    first = queue.start(held_up(log, may))
     queue.submit(transfer(log, "b"), lambda _: log.append("delivered b"))
     assert not log  # nobody has waited here
     may.set()
@@ -339,24 +339,18 @@ def test_host_waits_for_third_transfer_in_flight() -> None:
             may.wait(10)
             super().wait()
 
-    def held_up(name: str) -> Any:
-        for hop in (1, 2):
-            log.append(f"start {name}{hop}")
-            yield HeldUp(log, f"{name}{hop}")
-        return torch.empty(0)
-
     queue = TransferQueue(overlap=True, thread_completes=True)
     assert not queue.unattended
     for name in "ab":
-        queue.submit(held_up(name), lambda _, name=name: log.append(f"delivered {name}"))
+        queue.submit(transfer(log, name, HeldUp), lambda _, name=name: log.append(f"delivered {name}"))
     assert log == ["start a1", "start b1"]
     threading.Timer(0.2, may.set).start()
-    queue.submit(held_up("c"), ignore)
+    queue.submit(transfer(log, "c", HeldUp), ignore)
     assert "delivered a" in log
     queue.drain()
     assert [entry for entry in log if "c1" not in entry] == [
-        *("start a1", "start b1", "wait a1", "start a2", "wait a2", "delivered a"),
-        *("wait b1", "start b2", "wait b2", "delivered b", "start c2", "wait c2"),
+        *("start a1", "start b1", "wait a1", "start a2", "wait a2", "done a", "delivered a"),
+        *("wait b1", "start b2", "wait b2", "done b", "delivered b", "start c2", "wait c2", "done c"),
     ]
 
 
@@ -381,14 +375,8 @@ def test_thread_errors_are_raised_by_waits() -> None:
 def test_dropped_transfers_still_run_on_thread() -> None:
     log: list[str] = []
     may = threading.Event()
-
-    def held_up() -> Any:
-        may.wait(10)
-        yield from transfer(log, "a")
-        return torch.empty(0)
-
     queue = TransferQueue(overlap=True, on_thread=True)
-    queue.submit(held_up(), ignore)
+    queue.submit(held_up(log, may), ignore)
     queue.drop()
     queue.drain()  # of nothing
     queue.submit(transfer(log, "b"), ignore)

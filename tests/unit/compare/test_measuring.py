@@ -17,9 +17,8 @@ import torch
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.tools import clocks
 from deepspeed_ext.tools.compare import measuring
-from deepspeed_ext.tools.compare.measuring import Measurement
 from deepspeed_ext.tools.compare.run_spec import UNFINISHED, VARIABLE, RunSpec, current_run_spec
-from tests.harness import training
+from tests.harness import calls, training
 from tests.harness.pipelines import Pipe, train_pipeline
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import Job, configuration, make_engine
@@ -45,13 +44,8 @@ def launched(turn: RunSpec) -> Iterator[None]:
 def train_case(report: str, zero: dict[str, Any], steps: int = 10, **job: Any) -> tuple[list[float], Any]:
     """Return the losses of this rank's micro-batches, and the status with which the script was ended."""
     losses: list[float] = []
-    micro_step = training.micro_step
-
-    def noted(*args: Any) -> float:
-        losses.append(micro_step(*args))
-        return losses[-1]
-
-    with launched(RunSpec(STEPS, WARM_UP, report)), mock.patch.object(training, "micro_step", noted):
+    noted = calls.after(training, "micro_step", lambda loss, *_: losses.append(loss))
+    with launched(RunSpec(STEPS, WARM_UP, report)), noted:
         try:
             training.train(Job(steps=steps, **job), zero)
         except SystemExit as ended:
@@ -157,7 +151,7 @@ def test_a_turn_survives_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_rank_of_a_node_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for local in "10":
         monkeypatch.setenv("LOCAL_RANK", local)
-        Measurement(RunSpec(STEPS, WARM_UP, str(tmp_path / local))).write_unfinished()
+        measuring.Measurement(RunSpec(STEPS, WARM_UP, str(tmp_path / local))).write_unfinished()
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
@@ -183,8 +177,8 @@ def test_on_a_device_nothing_waits_before_the_end(monkeypatch: pytest.MonkeyPatc
     device.is_synchronized_device.return_value = False
     engine = mock.Mock(pipeline_parallelism=True, train_batch=lambda: torch.zeros(()))
     monkeypatch.setattr(clocks, "get_accelerator", lambda: device)
-    monkeypatch.setattr(Measurement, "_finish", lambda *_: None)
-    measurement = Measurement(RunSpec(steps=3, warm_up=1, report=""))
+    monkeypatch.setattr(measuring.Measurement, "_finish", lambda *_: None)
+    measurement = measuring.Measurement(RunSpec(steps=3, warm_up=1, report=""))
     measurement.watch(engine)
     assert not Event.recorded, "a device is used before the script has chosen its own"
     for _ in range(4):

@@ -20,7 +20,6 @@ from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from tests.harness import logs, training
 from tests.harness.config_sections import CPU, IIG, OFFLOADING, config
-from tests.harness.logs import is_ours, logged
 
 pytestmark = pytest.mark.quick
 
@@ -158,14 +157,14 @@ def test_hierarchical_gathers_of_mics_are_implied(ranks: Any) -> None:
     implied = ": zero_optimization.mics_hierarchical_params_gather is implied"
     for rank, (without, lines) in enumerate(ranks(2).run(mics_log_case)):
         assert not without and len(lines) == (rank == 0)
-        assert all(level == "INFO" and implied in text and is_ours(text) for level, text in lines)
+        assert all(level == "INFO" and implied in text and logs.is_ours(text) for level, text in lines)
 
 
 def mics_log_case() -> list[list[tuple[str, str]]]:
     """Return the log lines of parsing MiCS's keys, without and with hierarchical gathers."""
     results = []
     for hierarchical in (False, True):
-        with logged() as lines:
+        with logs.logged() as lines:
             zero = DeepSpeedConfig(config(**MICS, mics_hierarchical_params_gather=hierarchical)).zero_config
         assert (zero.paro_strategy, zero.paro_group_size) == ("III", 2)
         results.append([line for line in lines if "mics" in line[1]])

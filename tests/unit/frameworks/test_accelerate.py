@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.frameworks.comparison import Row, check, needs
-from tests.harness.frameworks.configurations import for_accelerate, placed, stock
+from tests.harness.frameworks.comparison import Row, check, for_accelerate, needs, placed, stock
 from tests.harness.tiers import deep, with_cases
 
 pytestmark = needs("transformers", "accelerate")

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.frameworks.comparison import Row, check, needs
-from tests.harness.frameworks.configurations import placed, plain, stock
+from tests.harness.frameworks.comparison import Row, check, needs, placed, plain, stock
 from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate")
@@ -58,7 +57,7 @@ def optimizer_case(ours: dict[str, Any], stock: dict[str, Any], name: str) -> Ro
 
     def make() -> dict[str, Any]:
         model = tiny.make_model(hidden_size=64, intermediate_size=128)
-        kind, keys = {  # large eps, as in ``configurations``
+        kind, keys = {  # large eps, as in ``comparison``
             "Adafactor": (torch.optim.Adafactor, {"lr": 0.3, "eps": (1e-6, 1e-3)}),
             "Adam8bit": (bitsandbytes.optim.Adam8bit, {"lr": 1e-2, "eps": 1e-3, "min_8bit_size": 1}),
         }[name]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.frameworks.comparison import Row, check, needs
-from tests.harness.frameworks.configurations import placed, stock
+from tests.harness.frameworks.comparison import Row, check, needs, placed, stock
 from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "lightning")

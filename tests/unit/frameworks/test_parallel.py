@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.frameworks.comparison import Row, check, needs
-from tests.harness.frameworks.configurations import placed, plain, stock
+from tests.harness.frameworks.comparison import Row, check, needs, placed, plain, stock
 from tests.harness.tiers import deep, since
 
 pytestmark = needs("transformers", "accelerate")

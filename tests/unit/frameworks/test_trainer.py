@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.frameworks.comparison import Row, check, needs
-from tests.harness.frameworks.configurations import for_trainer, placed, stock
+from tests.harness.frameworks.comparison import Row, check, for_trainer, needs, placed, stock
 from tests.harness.tiers import deep, with_cases
 
 pytestmark = needs("transformers", "accelerate")

@@ -6,8 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from tests.harness.frameworks.comparison import Row, check, needs
-from tests.harness.frameworks.configurations import placed, stock
+from tests.harness.frameworks.comparison import Row, check, needs, placed, stock
 from tests.harness.tiers import deep, with_cases
 
 pytestmark = needs("transformers", "accelerate", "trl", "datasets", "tokenizers")

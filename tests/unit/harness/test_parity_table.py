@@ -4,8 +4,7 @@
 
 import pytest
 
-from tests.harness import parity_table
-from tests.harness.parity_table import STRATEGIES, TABLES
+from tests.harness.parity_table import STRATEGIES, TABLES, cases, named_row, rows_of
 
 pytestmark = pytest.mark.quick
 
@@ -15,8 +14,8 @@ def test_values_of_two_options_meet_in_the_first_tier(kind: str) -> None:
     """With at least one of the strategies that can have them."""
     table, missing = TABLES[kind], {}
     for strategy in STRATEGIES[kind]:
-        run = [name for of, name, names in parity_table.cases("first") if of == kind and strategy in names]
-        missing[strategy] = set(table.missing([parity_table.named_row(kind, name) for name in run], strategy))
+        run = [name for of, name, names in cases("first") if of == kind and strategy in names]
+        missing[strategy] = set(table.missing([named_row(kind, name) for name in run], strategy))
     for values in set().union(*missing.values()):
         excluded = [one for one in table.excluded if one.strategies and one.found(dict(values))]
         possible = [name for name in missing if not any(name in one.strategies for one in excluded)]
@@ -26,5 +25,5 @@ def test_values_of_two_options_meet_in_the_first_tier(kind: str) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("kind, strategy", [(kind, name) for kind, names in STRATEGIES.items() for name in names])
 def test_values_of_three_options_meet_each_strategy(kind: str, strategy: str) -> None:
-    rows = [parity_table.named_row(kind, name) for name in parity_table.rows_of(kind, "deep")]
+    rows = [named_row(kind, name) for name in rows_of(kind, "deep")]
     assert not TABLES[kind].missing(rows, strategy, 3)

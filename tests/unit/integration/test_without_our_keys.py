@@ -30,9 +30,8 @@ import deepspeed_ext
 from deepspeed_ext.config.implied import read_with_stage
 from deepspeed_ext.integration import activation, fork, patcher, patches
 from scripts import ROOT
-from tests.harness import mixtures, pipelines, snapshots, training
+from tests.harness import calls, mixtures, pipelines, snapshots, training
 from tests.harness.logs import logged
-from tests.harness.snapshots import error_of
 from tests.harness.training import Job
 
 REPLACED = [patch.target.removeprefix("deepspeed.") for patch in (*patches.REPLACED, *patches.OTHER_PACKAGES)]
@@ -194,16 +193,10 @@ def observed(act: Callable[[], Any]) -> tuple[Any, list[str], list[str]]:
     """The result of a case, its collectives in order, and its log messages without their numbers."""
     reductions = ("all_reduce", "reduce", "reduce_scatter_tensor")
     names = (*reductions, "all_gather_into_tensor", "broadcast", "all_to_all_single", "barrier", "new_group")
-    calls: list[str] = []
+    called: list[str] = []
 
     def spy(module: Any, name: str) -> Any:
-        original = getattr(module, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        return mock.patch.object(module, name, call)
+        return calls.before(module, name, lambda *_, **__: called.append(name))
 
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -214,7 +207,7 @@ def observed(act: Callable[[], Any]) -> tuple[Any, list[str], list[str]]:
         stack.callback(gc.enable)
         lines = stack.enter_context(logged())
         result = act()
-    return result, calls, [re.sub(r"0x\w+|[\d.]+", "#", line) for _, line in lines]
+    return result, called, [re.sub(r"0x\w+|[\d.]+", "#", line) for _, line in lines]
 
 
 def test_plain_runs_are_those_without_us_to_the_bit(ranks: Any) -> None:
@@ -328,4 +321,4 @@ def test_pipelines_with_zero_2_raise_without_us(ranks: Any) -> None:
 
 def pipeline_case() -> str:
     with without_us():
-        return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 2})
+        return snapshots.error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 2})

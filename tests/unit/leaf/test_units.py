@@ -17,7 +17,7 @@ from torch import nn
 from deepspeed_ext.leaf.gradients import DelayedGradients, _Leaf
 from deepspeed_ext.leaf.units import UNIT, linear
 from deepspeed_ext.zero.sharded.reduction import GradientReduction
-from tests.harness import mixtures, training
+from tests.harness import calls, mixtures, training
 from tests.harness.mixtures import AUTO, CHUNKS, SMALL, job_of
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, check
@@ -159,13 +159,12 @@ def test_full_buckets_do_not_wait_for_the_next_module(ranks: Any) -> None:
 
 def full_case() -> set[bool]:
     """Return whether a bucket that a unit's gradients have filled is still open after they have been reduced."""
-    size, open_buckets, reduce_leaf = 5, set[bool](), GradientReduction.reduce_leaf  # less than any parameter has
+    size, open_buckets = 5, set[bool]()  # less than any parameter has
 
-    def looked_at(reduction: Any, params: Any) -> None:
-        reduce_leaf(reduction, params)
+    def look(_: None, reduction: Any, *__: Any) -> None:
         open_buckets.add(any(bucket.elements > size for bucket in reduction._optimizer.ipg_buckets.values()))
 
-    with mock.patch.object(GradientReduction, "reduce_leaf", looked_at):
+    with calls.after(GradientReduction, "reduce_leaf", look):
         job = job_of(mixtures.Mixtures, zero={**SMALL, "reduce_bucket_size": size}, steps=1)
         training.train(job, training.placed("IGG", **AUTO))
     return open_buckets

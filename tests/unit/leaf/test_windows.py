@@ -19,11 +19,9 @@ from deepspeed_ext.comm import collectives
 from deepspeed_ext.leaf.modules import Settings, choose, expert_bytes
 from deepspeed_ext.leaf.setup import LiveLimits, _least_bytes, predicted_live, summaries
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
-from tests.harness import mixtures, snapshots, training
+from tests.harness import calls, mixtures, snapshots, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
-from tests.harness.mixtures import WINDOWS, job_of
 from tests.harness.tiers import deep, since, with_cases
-from tests.harness.training import check
 
 FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
 ROUTED = {"num_experts": 5, "num_experts_per_tok": 2}
@@ -119,8 +117,8 @@ OVERLAP = {"overlap_comm": True, "reduce_bucket_size": 10_000}
 
 def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], size: int = 2) -> list[Any]:
     """Compare strategies with stock that has the mixture as a leaf module."""
-    variants = [training.placed(name, size, **WINDOWS) for name in names]
-    job = job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more})
+    variants = [training.placed(name, size, **mixtures.WINDOWS) for name in names]
+    job = mixtures.job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more})
     return training.against(job, variants, BY_HAND)
 
 
@@ -136,7 +134,7 @@ def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], si
     ),
 )
 def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str]) -> None:
-    check(ranks(world).run(strategies_case, names, "Packed", {}, size)[0])
+    training.check(ranks(world).run(strategies_case, names, "Packed", {}, size)[0])
 
 
 @pytest.mark.parametrize("world", [2, *deep(4)])
@@ -152,7 +150,7 @@ def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str])
     ids=lambda more: str(more).replace("'", "")[:50],
 )
 def test_other_options(ranks: Any, network: str, more: dict[str, Any], world: int) -> None:
-    check(ranks(world).run(strategies_case, ("IIG", "GGG"), network, more)[0], losses=1e-5)  # of about 10
+    training.check(ranks(world).run(strategies_case, ("IIG", "GGG"), network, more)[0], losses=1e-5)  # of about 10
 
 
 @pytest.mark.parametrize("dtype, digits", [("fp16", 11), *deep(("bf16", 8))])
@@ -176,21 +174,19 @@ def measured_case(strategy: str) -> Any:
     """Return for strategies: the elements gathered at a time, their prediction, and those of two windows; and the
     bytes that this rank receives in two steps with windows, and without."""
     tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-    start = collectives.pairwise_all_to_all
     counted: dict[str, int] = {}
 
-    def count(group: Any, received: Sequence[Any], sent: Sequence[Any], name: str) -> Any:
+    def count(group: Any, received: Sequence[Any], sent: Sequence[Any], name: str) -> None:
         own, hop = dist.get_rank(group=group), name.split("_")[0]
         arriving = sum(part.numel() * part.element_size() for at, part in enumerate(received) if at != own)
         counted[hop] = counted.get(hop, 0) + arriving
-        return start(group, received, sent, name)
 
-    job = job_of(mixtures.Packed)
+    job = mixtures.job_of(mixtures.Packed)
     most, traffic = [], []
-    for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
+    for keys in (mixtures.WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
         engine, _ = training.make_engine(replace(job, zero=tight), training.placed(strategy, **keys))
         counted.clear()
-        with mock.patch.object(collectives, "pairwise_all_to_all", count):
+        with calls.before(collectives, "pairwise_all_to_all", count):
             for x, y in (batch for batch, _ in zip(training.batches(job), range(2), strict=False)):
                 engine.backward(((engine(x) - y) ** 2).mean())
                 engine.step()
@@ -199,7 +195,7 @@ def measured_case(strategy: str) -> Any:
         most.append(engine.optimizer.gathers["dense"].live.peak)
         engine.destroy()
     plain = mixtures.Packed((13, 7))
-    choices = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
+    choices = choose(plain, Settings(mixtures.WINDOWS["stage3_leaf_bytes"], 0, 10**9))
     return most[0], predicted_live(choices, plain, LiveLimits(10**9, 0, 0, 0)), 2 * 2 * 273, *traffic
 
 
@@ -255,8 +251,8 @@ def given_up_case(name: str) -> bool:
         pass
 
     def run(interrupted: bool) -> torch.Tensor:
-        job = job_of(mixtures.Packed, accumulation=2)
-        engine, model = training.make_engine(job, training.placed(name, **WINDOWS))
+        job = mixtures.job_of(mixtures.Packed, accumulation=2)
+        engine, model = training.make_engine(job, training.placed(name, **mixtures.WINDOWS))
         model.requires_grad_(False)
         windowed = windowed_modules(model)[-1]  # windows after it would have been reduced already
         for param in windowed.params:
@@ -264,15 +260,12 @@ def given_up_case(name: str) -> bool:
         data = training.batches(job)
         skipped = next(data)
         if interrupted:
-            hooks: Any = windowed.hooks
-            reduce = hooks.reduce_window
 
-            def interrupt(module: Any, number: int, *rest: Any) -> None:
+            def interrupt(module: Any, number: int, *_: Any) -> None:
                 if not number:
                     raise Interrupted
-                reduce(module, number, *rest)
 
-            with mock.patch.object(hooks, "reduce_window", interrupt), pytest.raises(Interrupted):
+            with calls.before(windowed.hooks, "reduce_window", interrupt), pytest.raises(Interrupted):
                 training.micro_step(engine, job, 0, *skipped)
         for number in range(2):
             training.step(engine, job, number, data)
@@ -308,7 +301,7 @@ def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
                 self.head.weight = experts.down_proj  # type: ignore[assignment]
 
     zero = {"stage": 3, "stage3_leaf_bytes": 3000}
-    message = snapshots.error_of(training.make_engine, job_of(mixtures.Packed), zero)
+    message = snapshots.error_of(training.make_engine, mixtures.job_of(mixtures.Packed), zero)
     kinds = {}
     models = (mixtures.Packed((13, 7)), UnknownExperts(10, 7), Block(mixtures.PackedExperts(10, 7), True))
     for label, model in zip(("PackedExperts", "Unknown", "Lent"), models, strict=True):

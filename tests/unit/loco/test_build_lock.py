@@ -20,7 +20,6 @@ import pytest
 from torch.utils import cpp_extension
 
 from deepspeed_ext import op_builder
-from deepspeed_ext.op_builder import LocoBuilder
 
 TINY = """
 #include <Python.h>
@@ -74,7 +73,7 @@ def test_ranks_build_after_a_killed_build(ranks: Any, tmp_path: Path) -> None:
 def real_build_case(root: str) -> tuple[bool, str]:
     """Return whether this rank has removed the dead process's lock, and the library that torch has loaded."""
 
-    class Tiny(LocoBuilder):
+    class Tiny(op_builder.LocoBuilder):
         NAME = "tiny"  # of one name torch knows one extension in a process
 
         def sources(self) -> list[str]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from deepspeed_ext.loco import lossless, ops, reference
-from deepspeed_ext.loco.reference import Packing
 from scripts import ROOT
 from tests.campaigns.kernels import resources
 from tests.harness import nvcc
@@ -58,7 +57,7 @@ def test_page_lists_kernel_resources() -> None:
 @pytest.mark.gpu
 def test_kernels_use_the_current_stream(gpu: None) -> None:
     """On both streams, compression waits for a gradient that is written late, and for nothing else."""
-    packing, width = Packing(4, 128), 2**20
+    packing, width = reference.Packing(4, 128), 2**20
     values = [torch.randn(1, width) for _ in range(2)]
     sources = [value.cuda() for value in values]
     gradients = [torch.zeros(1, width, device="cuda") for _ in range(2)]
@@ -83,7 +82,7 @@ def test_kernels_use_the_current_stream(gpu: None) -> None:
 @pytest.mark.gpu
 def test_cuda_graph_captures_kernels(gpu: None) -> None:
     """Kernels neither allocate nor synchronize."""
-    packing, gradient = Packing(4, 128), torch.randn(2, 5000, device="cuda")
+    packing, gradient = reference.Packing(4, 128), torch.randn(2, 5000, device="cuda")
     wire, out = packing.empty(2, 5000, gradient), torch.empty(5000, device="cuda")
     updated = torch.randn(1, 5000, device="cuda").bfloat16()
     replica = torch.zeros_like(updated)
@@ -108,7 +107,7 @@ def test_cuda_graph_captures_kernels(gpu: None) -> None:
 def test_kernels_support_more_than_2_31_elements(gpu: None) -> None:
     if torch.cuda.mem_get_info()[0] < 24 * GIB:
         pytest.skip("needs 24 GiB of the GPU's memory")
-    packing, error_packing, width, edge = Packing(4, 128), Packing(8, 128), 2**31 + 8, 2**14
+    packing, error_packing, width, edge = reference.Packing(4, 128), reference.Packing(8, 128), 2**31 + 8, 2**14
     gradient = torch.empty(1, width, dtype=torch.bfloat16, device="cuda").normal_()
     wire, error = packing.empty(1, width, gradient), error_packing.empty(1, width, gradient)
     out = torch.empty(width, dtype=torch.bfloat16, device="cuda")
@@ -131,7 +130,7 @@ def test_kernels_support_more_than_2_31_elements(gpu: None) -> None:
 
 @pytest.mark.gpu
 def test_tensors_on_different_devices_are_refused(gpu: None) -> None:
-    packing, gradient = Packing(4, 128), torch.randn(1, 300, device="cuda")
+    packing, gradient = reference.Packing(4, 128), torch.randn(1, 300, device="cuda")
     wire = packing.empty(1, 300, gradient)
     with pytest.raises(RuntimeError, match="wire must be on the device"):
         ops.compress(gradient, wire.cpu(), packing)

@@ -4,8 +4,7 @@
 checkpoints, and offloading between steps.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,7 +23,7 @@ from deepspeed_ext.config.settings import UpdateSettings
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.hop import QuantizedSums
 from deepspeed_ext.zero.flat.updates import FlatUpdates
-from tests.harness import training
+from tests.harness import calls, training
 from tests.harness.logs import logged
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import SMALL, Job
@@ -63,12 +62,8 @@ class Seen(NamedTuple):
     distance: float  # distance to the optimizer's weights at the end, in the largest steps of the last differences
 
 
-@contextlib.contextmanager
-def differences(sent: list[Sent]) -> Iterator[None]:
-    difference = ops.difference
-
-    def noting(updated: Any, replica: Any, wire: Any, packing: Any) -> None:
-        difference(updated, replica, wire, packing)
+def differences(sent: list[Sent]) -> Any:
+    def note(_: None, updated: Any, replica: Any, wire: Any, packing: Any) -> None:
         width = updated.shape[1]
         if width:
             steps = packing.scales(wire, width).float().repeat_interleave(packing.block_size, dim=1)[:, :width]
@@ -76,8 +71,7 @@ def differences(sent: list[Sent]) -> Iterator[None]:
             reference.apply(wire, expected, packing.bits, packing.block_size)
             sent.append(Sent(replica, expected, updated.clone(), steps))
 
-    with mock.patch.object(ops, "difference", noting):
-        yield
+    return calls.after(ops, "difference", note)
 
 
 def run(name: str, job: Job) -> Seen:
@@ -325,14 +319,13 @@ def padding_case() -> tuple[bool, bool]:
     were copied from the model into reused memory."""
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
-    optimizer, hold = engine.optimizer, FlatUpdates._allocate_partitions
+    optimizer = engine.optimizer
 
-    def hold_what_others_have_left(self: Any) -> None:
-        hold(self)
-        for _, own in self._separate_partitions():
+    def leave_nan(_: None, updates: Any) -> None:
+        for _, own in updates._separate_partitions():
             own.fill_(torch.nan)
 
-    with mock.patch.object(FlatUpdates, "_allocate_partitions", hold_what_others_have_left):
+    with calls.after(FlatUpdates, "_allocate_partitions", leave_nan):  # what others have left in that memory
         optimizer._restore_from_bit16_weights()
     weights = optimizer.single_partition_of_fp32_groups
     padding = [span.of(weights[buffer.number].detach()) for buffer in optimizer.buffers for span in buffer.padding()]

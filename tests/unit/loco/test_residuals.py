@@ -251,7 +251,5 @@ def damage_case(folder: str) -> list[tuple[str, bool]]:
         messages = engine.optimizer.error_state.states()["messages"]
         unchanged = all((a[2] == b[2]).all() for a, b in zip(errors, messages, strict=True))
         outcomes.append((message, unchanged and not any(changes.values())))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            path.write_bytes(content)
+        snapshots.on_first_rank(path.write_bytes, content)
     return outcomes

@@ -19,9 +19,8 @@ from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from tests.harness import training
 from tests.harness.logs import is_ours, logged
 from tests.harness.tiers import deep, with_cases
-from tests.harness.training import PARTITIONED, REPLICATED
 
-ALL = (*REPLICATED, *PARTITIONED)
+ALL = (*training.REPLICATED, *training.PARTITIONED)
 
 ROWS = [("fp32", 1, ("NNN", "NGG", "III", "GGG", "2", "3")), ("bf16", 3, ("NIG", "IIG")), ("fp16", 2, ("NIG", "IIG"))]
 

@@ -13,7 +13,6 @@ from tests.perf import tables
 from tests.perf.lib import gpt2, paper, records, tabulated
 from tests.perf.lib.measurements import BlocksMeasurement, OuterMeasurement, OverlapMeasurement, PaperMeasurement
 from tests.perf.lib.offload import OffloadMeasurement
-from tests.perf.lib.records import Row, slower, speed
 from tests.perf.lib.saves import SavesMeasurement
 from tests.perf.lib.settings import BLOCKS, BOTH, LOCO, NATIVE, OFFLOAD, OVERLAP, SAVES
 
@@ -23,11 +22,11 @@ SETTING = "2x2-large-4"
 LENGTHS = (5, 0, 1, 3)  # of parts of a ring's sum
 
 
-def row(method: str, *seconds: float, predicted: float = 0.0, memory: float = 1.0, **more: Any) -> Row:
+def row(method: str, *seconds: float, predicted: float = 0.0, memory: float = 1.0, **more: Any) -> records.Row:
     """Return one of a strategy if a prediction is given, else of a peer; nothing is wrong with it."""
     ours = {"formula_bytes": 100.0, "more": {"seconds_predicted": predicted}} if predicted else {}
     kept = {"link_bytes": 102.0, "headers": 1.02, "held": (memory, 0.0, 0.0), **ours, **more}
-    return Row(kept.pop("setting", SETTING), 100, method, "", [[step] for step in seconds], [0.0], **kept)
+    return records.Row(kept.pop("setting", SETTING), 100, method, "", [[step] for step in seconds], [0.0], **kept)
 
 
 GOOD = row("NIG", 1.0, predicted=1.0)
@@ -47,7 +46,7 @@ COPIED = row("ING", 1.0, setting="2x2-full-100", more={"copied_bytes": 50.0, "co
         (OffloadMeasurement, COPIED, "ING: bytes between host and device differ by -50.0% from the formula"),
     ],
 )
-def test_different_weights_or_bytes_are_problems(measurement: Any, bad: Row, message: str) -> None:
+def test_different_weights_or_bytes_are_problems(measurement: Any, bad: records.Row, message: str) -> None:
     (result,) = measurement.problems([bad])
     assert re.search(message, result)
 
@@ -62,9 +61,9 @@ def test_known_differences_are_no_problems() -> None:
 
 
 def test_speeds_and_choices_are_judged_by_common_rounds() -> None:
-    result = speed(row("NIG", 1.0, 2.0, 4.0), row("ZeRO-3", 3.0, 6.0))
+    result = records.speed(row("NIG", 1.0, 2.0, 4.0), row("ZeRO-3", 3.0, 6.0))
     assert (result.value, result.low, result.high) == pytest.approx((3.0, 3.0, 3.0)) and result.is_significant
-    (line,) = slower([row("IIG", 5.0), row("ZeRO-3", 29.0)], "ZeRO-3", {"IIG": 6.0, "NIG": 9.0})
+    (line,) = records.slower([row("IIG", 5.0), row("ZeRO-3", 29.0)], "ZeRO-3", {"IIG": 6.0, "NIG": 9.0})
     assert line == "IIG is 5.80 times as fast as ZeRO-3 (5.80 to 5.80), not 6"
     rows = [row("NNG", 1.0, predicted=1.0, memory=30.0), row("NIG", 1.2, predicted=0.9, memory=20.0)]
     rows.append(row("IIG", 1.1, predicted=2.0, memory=10.0))

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.harness.ranks import RankPool
-from tests.perf.lib import studies
-from tests.perf.lib.studies import STUDIES, Run
+from tests.perf.lib.studies import STUDIES, Run, judged, judged_norms, read_runs
 
 OUTER, LONG = STUDIES["outer"], STUDIES["long"]
 BEGINNING = 20  # steps
@@ -32,20 +31,20 @@ def end(method: str, loss: float, seed: int = 0) -> Run:
 def test_methods_are_judged_with_the_same_seeds() -> None:
     ends = [end("NIG", 2.0), end("H=30", 2.0), end("H=30", 3.0, 1)]
     ends += [end(FEW, 2.0), end(FEW, 3.003, 1), end(FEW, 9.0, 2)]
-    ((passed, line),) = studies.judged(OUTER, ends)
+    ((passed, line),) = judged(OUTER, ends)
     assert passed and "AdamW, 2 groups, H=30, 4 bits: the final loss is +0.05% (+0.00% to +0.10%) from H=30" in line
-    ((passed, line),) = studies.judged(OUTER, [*ends[:4], end(FEW, 3.015, 1)])
+    ((passed, line),) = judged(OUTER, [*ends[:4], end(FEW, 3.015, 1)])
     assert not passed and "each +0.00%, +0.50%" in line
-    assert list(studies.judged(OUTER, ends[:3])) == []
+    assert list(judged(OUTER, ends[:3])) == []
     direct = "NIG + direct 4 bits"
     coarse = [end("NIG", 2.0), end("NIG", 2.0, 1), end(direct, 2.1), end(direct, 2.005, 1)]
-    ((passed, _),) = studies.judged(STUDIES["updates"], coarse)
+    ((passed, _),) = judged(STUDIES["updates"], coarse)
     assert not passed  # with one seed it is not shown that it is too coarse
     loco = [end("none", 2.0), end("none", 2.0, 1), end("LoCo", 2.0), end("LoCo", 2.011, 1)]
-    ((passed, _),) = studies.judged(STUDIES["loco"], loco)
+    ((passed, _),) = judged(STUDIES["loco"], loco)
     assert not passed  # the bound holds with every seed
     runs = [Run(name, 0, "", 2, norms=norms) for name, norms in (("none", [1.0, 2.0]), ("LoCo", [1.0, 2.1]))]
-    ((passed, _),) = studies.judged_norms(STUDIES["loco"], runs)
+    ((passed, _),) = judged_norms(STUDIES["loco"], runs)
     assert not passed
 
 
@@ -117,7 +116,7 @@ def test_errors_are_stored_in_fp32_and_in_4_bits(ranks: Any) -> None:
 
 def kept() -> dict[tuple[str, int], Run]:
     """Return the runs of the long study in the repository."""
-    return {(run.method, run.seed): run for run in studies.read_runs(LONG)}
+    return {(run.method, run.seed): run for run in read_runs(LONG)}
 
 
 @pytest.mark.deep

@@ -16,7 +16,7 @@ from deepspeed_ext.model_bytes import measure_state_bytes
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from deepspeed_ext.zero.micro_steps import MicroSteps
 from scripts.emulation.traffic import TrafficMeter
-from tests.harness import pipelines
+from tests.harness import calls, pipelines
 from tests.harness.tiers import deep
 from tests.harness.training import NOTHING_KEPT
 
@@ -106,19 +106,16 @@ def tied_case(name: str) -> tuple[int, int, int]:
 def exchanges() -> Iterator[list[tuple[str, int]]]:
     """Record name and elements of this rank's all-to-alls in this context: pairwise ones and collectives."""
     messages: list[tuple[str, int]] = []
-    original, pairwise = dist.all_to_all_single, collectives.pairwise_all_to_all
 
-    def note(output: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-        messages.append((kwargs.get("log_name", ""), message.numel()))
-        return original(output, message, *args, **kwargs)
+    def note(output: Any, message: Any, *_: Any, log_name: str = "", **__: Any) -> None:
+        messages.append((log_name, message.numel()))
 
-    def note_pairwise(group: Any, received: Any, sent: Any, log_name: str) -> Any:
+    def note_pairwise(group: Any, received: Any, sent: Any, log_name: str) -> None:
         messages.append((log_name, sum(part.numel() for part in sent)))
-        return pairwise(group, received, sent, log_name)
 
     with (
-        mock.patch.object(dist, "all_to_all_single", note),
-        mock.patch.object(collectives, "pairwise_all_to_all", note_pairwise),
+        calls.before(dist, "all_to_all_single", note),
+        calls.before(collectives, "pairwise_all_to_all", note_pairwise),
     ):
         yield messages
 

@@ -12,7 +12,6 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from tests.harness import pipelines, snapshots
-from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep
 from tests.harness.training import SMALL, placed
 
@@ -147,9 +146,7 @@ def missing_case(folder: str) -> tuple[str, bool]:
     engine.save_checkpoint(folder, tag="a")
     engine.train_batch(data)
     before, _ = pipelines.everybodys_weights(engine.module)
-    if dist.get_rank() == 0:
-        next(Path(folder, "a").glob("layer_03-*")).unlink()
-    dist.barrier()
-    message = error_of(engine.load_checkpoint, folder, tag="a")
+    snapshots.on_first_rank(next(Path(folder, "a").glob("layer_03-*")).unlink)
+    message = snapshots.error_of(engine.load_checkpoint, folder, tag="a")
     after, _ = pipelines.everybodys_weights(engine.module)
     return message, not all(torch.equal(after[key], before[key]) for key in before)

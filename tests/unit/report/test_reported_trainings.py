@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings that are reported on: the same losses, the bytes of the formula, and an engine that is as it was."""
 
-import functools
 import json
 import os
 import time
@@ -19,7 +18,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 
 from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 from deepspeed_ext.tools.report.reporter import report_on
-from tests.harness import pipelines, stream_cases
+from tests.harness import calls, pipelines, stream_cases
 from tests.harness.recorded_trainings import AFTER, STEPS, links_given
 from tests.harness.tiers import deep
 from tests.harness.training import Job, placed, train
@@ -92,18 +91,14 @@ def with_slow_hooks(folder: str) -> float:
     slept, steps = [], AFTER + STEPS + 6
     section = {"stage": 3, "paro_report": {"folder": folder, "after": AFTER, "steps": STEPS, "probe": False}}
 
-    def slow(owner: Any, name: str) -> Any:
-        run = getattr(owner, name)
+    def sleep(*_: Any, **__: Any) -> None:
+        slept.append(0.01)
+        time.sleep(0.01)
 
-        @functools.wraps(run)
-        def slower(*args: Any, **kwargs: Any) -> Any:
-            slept.append(0.01)
-            time.sleep(0.01)
-            return run(*args, **kwargs)
-
-        return mock.patch.object(owner, name, slower)
-
-    with slow(PartitionedParameterCoordinator, "trace_prologue"), slow(parameter_offload, "apply_to_tensors_only"):
+    with (
+        calls.before(PartitionedParameterCoordinator, "trace_prologue", sleep),
+        calls.before(parameter_offload, "apply_to_tensors_only", sleep),
+    ):
         train(Job(steps=steps, empty=False), section)
     return sum(slept) / steps
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.strategy import STRATEGIES
 from deepspeed_ext.zero.factory import use_overlap_defaults
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
-from tests.harness import training
+from tests.harness import calls, training
 from tests.harness.logs import logged
 from tests.harness.networks import SQUARE
 from tests.harness.stream_cases import micro_step
@@ -165,17 +164,15 @@ def test_updates_are_sent_in_the_order_of_the_model(ranks: Any) -> None:
 def updates_case() -> list[int]:
     job = Job(sizes=(16,) * 7, empty=False, groups=2, zero={**SMALL, "stage3_prefetch_bucket_size": 600})
     sent: list[int] = []
-    gather_g_to_i_in_place = ParameterRedistribution.gather_g_to_i_in_place
     with device_with_streams():
         engine, _ = training.make_engine(job, placed("IIG", sub_group_size=300))
         slices = engine.optimizer.slices["dense"]
-
-        def complete(self: Any, rows: Any) -> Any:
-            sent.append(slices._windows[len(sent)].members[0])
-            return gather_g_to_i_in_place(self, rows)
-
         training.micro_step(engine, job, 0, *next(training.batches(job)))
-        with mock.patch.object(ParameterRedistribution, "gather_g_to_i_in_place", complete):
+
+        def note(*_: Any) -> None:
+            sent.append(slices._windows[len(sent)].members[0])
+
+        with calls.before(ParameterRedistribution, "gather_g_to_i_in_place", note):
             engine.step()
         engine.destroy()
     return sent
@@ -214,22 +211,12 @@ def test_offloaded_optimizers_send_updates_during_the_step(ranks: Any) -> None:
 
 def early_case() -> list[str]:
     log: list[str] = []
-    step, gather_g_to_i_in_place = Stage3Optimizer._optimizer_step, ParameterRedistribution.gather_g_to_i_in_place
-
-    def stepped(*args: Any) -> Any:
-        log.append("step")
-        return step(*args)
-
-    def sent(*args: Any) -> Any:
-        log.append("send")
-        return gather_g_to_i_in_place(*args)
-
     job = Job(sizes=SQUARE, empty=False, zero={**SMALL, **OFFLOADED})
     engine, _ = training.make_engine(job, placed("IIG", sub_group_size=600))
     training.micro_step(engine, job, 0, *next(training.batches(job)))
     with (
-        mock.patch.object(Stage3Optimizer, "_optimizer_step", stepped),
-        mock.patch.object(ParameterRedistribution, "gather_g_to_i_in_place", sent),
+        calls.before(Stage3Optimizer, "_optimizer_step", lambda *_: log.append("step")),
+        calls.before(ParameterRedistribution, "gather_g_to_i_in_place", lambda *_: log.append("send")),
     ):
         engine.step()
     return log

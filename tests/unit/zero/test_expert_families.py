@@ -228,10 +228,8 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     wider = Job(sizes=expert_cases.SIZES, network=type("", (networks.RoutedOverTwo,), {"more": 3}), optimizer="Adam")
     refused = [refusal(universal, "NIG", tag="universal"), refusal(routed, "NII"), refusal(wider, "NIG")]
     refused += [refusal(universal, "NII"), refusal(routed, "NIG", "IIG")]
-    if dist.get_rank() == 0:
-        for path in Path(folder, "NIG", "global_step1").glob("layer_0_expert_*"):
-            path.unlink()
-    dist.barrier()
+    for path in sorted(Path(folder, "NIG", "global_step1").glob("layer_0_expert_*")):
+        snapshots.on_first_rank(path.unlink)
     return equal, [*refused, refusal(routed, "NIG")]
 
 

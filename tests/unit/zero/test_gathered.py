@@ -20,7 +20,6 @@ import deepspeed_ext
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.zero.sharded.coordinator import _comparing_within, assert_same_in_group
 from tests.harness import networks, snapshots, training
-from tests.harness.networks import SQUARE
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS, SMALL, Job, placed
 
@@ -164,11 +163,11 @@ def evaluation_case(name: str, zero: dict[str, Any], alone: bool, folder: str) -
     each, and save and load in it; return the distance of outputs from outputs of the fp32 weights, and of trained
     weights from stock's. ``alone``: the first group, which cannot gather others, compares with the gathered
     weights."""
-    job = Job(SQUARE, False, 2, 2, network=networks.Shared, zero={**SMALL, **zero})
+    job = Job(networks.SQUARE, False, 2, 2, network=networks.Shared, zero={**SMALL, **zero})
     undisturbed = training.train(replace(job, zero=SMALL), {"stage": 3}).weights  # stock takes no keys of ours
-    full_model = networks.Shared(SQUARE, empty=False)
+    full_model = networks.Shared(networks.SQUARE, empty=False)
     engine, model = training.make_engine(job, placed(name))
-    data, probe, from_masters = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
+    data, probe, from_masters = training.batches(job), torch.ones(3, networks.SQUARE[0]), 0.0
     for number in range(-1, 4):
         if number >= 0:
             training.step(engine, job, number, data)
@@ -200,14 +199,14 @@ def test_inference_without_an_optimizer_matches_the_model(ranks: Any, network: A
 def inference_case(name: str, network: Any) -> tuple[float, bool]:
     """Return the distance of outputs from the plain model's, and whether its parameters were sharded."""
     torch.manual_seed(7)
-    plain = network(SQUARE, empty=False)
+    plain = network(networks.SQUARE, empty=False)
     model = copy.deepcopy(plain)
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": placed(name, **SMALL)}
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     cut = all(p.numel() == 0 for p in model.parameters())
     with torch.no_grad():
-        inputs = [torch.full((3, SQUARE[0]), i / 4) for i in range(3)]
+        inputs = [torch.full((3, networks.SQUARE[0]), i / 4) for i in range(3)]
         gap = max((engine(x) - plain(x)).abs().max().item() for x in inputs)
     return gap, cut
 

@@ -22,7 +22,7 @@ from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
-from tests.harness import networks, training
+from tests.harness import calls, networks, training
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import NOTHING_KEPT, PARTITIONED, REPLICATED
 
@@ -260,18 +260,13 @@ def few_bits_case(case: tuple[str, dict[str, Any]]) -> tuple[float, int, int]:
         engine, micro_step = start_engine(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
         errors, within = engine.optimizer.families["dense"].reduce.inter.sums.errors, []
         nbytes = getattr(errors, "nbytes", lambda: 0)
-
-        def noting(*args: Any, step: Any = engine.optimizer.step, nbytes: Any = nbytes, at: Any = within) -> Any:
-            at.append(nbytes())
-            return step(*args)
-
-        engine.optimizer.step = noting
-        for _ in range(2):
-            micro_step(True)
+        with calls.before(engine.optimizer, "step", lambda *_, nbytes=nbytes, at=within: at.append(nbytes())):
+            for _ in range(2):
+                micro_step(True)
         bytes_taken.append(bytes_of_tensors() - before)
         after = nbytes()
         engine.destroy()
-        del engine, micro_step, errors, nbytes, noting
+        del engine, micro_step, errors, nbytes
     return bytes_taken[1] - bytes_taken[0], after, within[-1]
 
 

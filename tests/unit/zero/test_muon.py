@@ -5,7 +5,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from deepspeed_ext.zero.matrices import matrices_of, newton_schulz_flops
 from deepspeed_ext.zero.muon import Muon
-from tests.harness import networks, training
+from tests.harness import calls, networks, training
 from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep, with_cases, with_some
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
@@ -137,18 +137,11 @@ def fails_in_a_later_round() -> Iterator[None]:
     """Make the second round raise during orthogonalization, on all ranks, with or without a matrix."""
     rounds = itertools.count()
 
-    def raising(original: Any) -> Any:
-        def orthogonalize(*args: Any) -> None:
-            if next(rounds):
-                raise ZeroDivisionError
-            original(*args)
+    def fail(*_: Any) -> None:
+        if next(rounds):
+            raise ZeroDivisionError
 
-        return orthogonalize
-
-    with ExitStack() as stack:
-        for name in ("_orthogonalize", "_orthogonalize_own"):
-            original = getattr(Muon, name)
-            stack.enter_context(mock.patch.object(Muon, name, raising(original)))
+    with calls.before(Muon, "_orthogonalize", fail), calls.before(Muon, "_orthogonalize_own", fail):
         yield
 
 

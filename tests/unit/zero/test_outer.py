@@ -294,25 +294,23 @@ def elsewhere_case(name: str, folder: str) -> tuple[Any, ...]:
     if dist.get_rank() == 0 and Path(where, "weights.bin").exists():
         saved = torch.load(f"{where}/weights.bin")
         differ += [f"{key} of 16 bits" for key in anchors if not torch.equal(saved[key].float(), anchors[key])]
-    for other in _others(name):
+    other = training.placed({"NNI": "NII", "NII": "NNI", "INI": "III", "III": "INI"}[name], 2, **{KEY: {"steps": 2}})
+    others = [training.placed(name, 2), training.placed(name, 2, **{KEY: {"steps": 3}}), other]
+    return bool(apart), back, differ + _apart_after_loads(job, where, others, anchors)
+
+
+def _apart_after_loads(job: Any, folder: str, others: list[dict[str, Any]], anchors: dict[str, Any]) -> list[str]:
+    """Return where weights differ from the anchors, and are not finite after three steps, in runs of others."""
+    differ = []
+    for other in others:
         engine, model = training.make_engine(job, other)
-        engine.load_checkpoint(where)
+        engine.load_checkpoint(folder)
         weights = _weights(engine, model)
         differ += [f"{key} {other}" for key in anchors if not torch.equal(weights[key], anchors[key])]
         snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
         differ += [f"finite {other}" for value in _weights(engine, model).values() if not value.isfinite().all()]
         engine.destroy()
-    return bool(apart), back, differ
-
-
-def _others(name: str) -> list[dict[str, Any]]:
-    """Return configurations that load a checkpoint of a strategy: other settings, no outer optimizer."""
-    other = {"NNI": "NII", "NII": "NNI", "INI": "III", "III": "INI"}[name]
-    return [
-        training.placed(name, 2),
-        training.placed(name, 2, **{KEY: {"steps": 3}}),
-        training.placed(other, 2, **{KEY: {"steps": 2}}),
-    ]
+    return differ
 
 
 def _weights(engine: Any, model: Any) -> dict[str, Any]:
@@ -348,15 +346,7 @@ def converted_case(folder: str, name: str) -> list[str]:
     partitioned = name[0] != "N"
     groups = [training.placed(name, m, **{KEY: {"steps": 2}}) for m in (1, 4)]
     configs = [*groups, training.placed("NIG"), training.placed("IIG"), {"stage": 3 if partitioned else 2}]
-    differ = []
-    for other in configs:
-        engine, model = training.make_engine(loading, other)
-        engine.load_checkpoint(folder)
-        weights = _weights(engine, model)
-        differ += [f"{key} {other}" for key in anchors if not torch.equal(weights[key], anchors[key])]
-        snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
-        engine.destroy()
-    return differ
+    return _apart_after_loads(loading, folder, configs, anchors)
 
 
 @pytest.mark.parametrize("name", ["III", *deep("NII")])

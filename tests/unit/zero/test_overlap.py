@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
-from tests.harness import networks, training
+from tests.harness import calls, networks, training
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
@@ -62,14 +62,9 @@ def test_results_with_overlap_are_bitwise_equal(ranks: Any, kernels: bool, job: 
 def bits_case(name: str, details: dict[str, Any]) -> tuple[list[bool], int, bool]:
     """Return whether weights, losses, and norms are the same if all buckets are sent at the boundary, and without
     overlap; how many buckets are sent early; and whether steps end before parameters are received."""
-    job, ready = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details}), Boundary.mark_ready
+    job = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details})
     sent: list[Any] = []
     ahead = [False]
-
-    def noting(boundary: Any, members: Any, **more: Any) -> Any:
-        now = ready(boundary, members, **more)
-        sent.extend(now)
-        return now
 
     def look(engine: Any) -> None:
         updates = getattr(engine.optimizer, "updates", None)
@@ -79,7 +74,7 @@ def bits_case(name: str, details: dict[str, Any]) -> tuple[list[bool], int, bool
     with mock.patch.object(Boundary, "mark_ready", lambda boundary, members, **more: []):
         late = training.train(job, keys)
     without = training.train(job, placed(name, overlap_comm=False))
-    with mock.patch.object(Boundary, "mark_ready", noting):
+    with calls.after(Boundary, "mark_ready", lambda buckets, *_, **__: sent.extend(buckets)):
         early = training.train(job, {**keys, "paro_overlap_updates": True} if name in REPLICATED else keys, look)
     equal = [
         torch.equal(early.weights, other.weights) and (early.losses, early.norms) == (other.losses, other.norms)
@@ -101,16 +96,11 @@ def early_units_case(name: str) -> list[bool]:
     sent, was_sent = threading.Event(), list[bool]()
     last = "_add_full_bucket" if name[1:] == "NG" else "_store_sums" if name in AT_BOUNDARY else "_accumulate"
     awaited = (3,) if name in AT_BOUNDARY else range(4)
-    original = getattr(ShardedGradients, last)
-
-    def noting(*args: Any) -> None:
-        original(*args)
-        sent.set()
 
     def pause(gradient: Any) -> None:
         was_sent.append(sent.wait(30) if len(was_sent) in awaited else sent.is_set())
 
-    with mock.patch.object(ShardedGradients, last, noting):
+    with calls.after(ShardedGradients, last, lambda *_: sent.set()):
         engine, model = training.make_engine(job, placed(name))
         model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(pause) and None)
         for _, (x, y) in zip(range(4), training.batches(job), strict=False):

@@ -12,7 +12,6 @@ from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tests.harness import networks, parity_table, training
-from tests.harness.networks import SQUARE
 from tests.harness.parity_table import GRADIENT_PATHS, PARTITIONED, REPLICATED
 from tests.harness.tiers import deep, with_cases
 from tests.harness.training import BF16, SMALL, Difference, Job, check, placed
@@ -28,7 +27,7 @@ def test_parity_of_a_step_without_gradients(ranks: Any, overlap: bool, names: tu
     skipped = {(n, 1) for n in range(9) if n % 3} | {(n, 2) for n in range(9) if n % 3 < 2}
     skipped |= {(n, 3) for n in range(3, 9)} | {(n, layer) for n in range(3, 6) for layer in range(4)}
     zero = {**SMALL, "overlap_comm": overlap}
-    job = Job(sizes=SQUARE, accumulation=3, steps=3, skipped=sorted(skipped), zero=zero)
+    job = Job(sizes=networks.SQUARE, accumulation=3, steps=3, skipped=sorted(skipped), zero=zero)
     # Stages 1 and 2 fail without gradients; stage 3 applies the last gradient of an unused parameter again.
     check(ranks(4).run(training.compare, job, 2, names, stage=0)[0])
 
@@ -169,7 +168,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 def test_groups_may_use_modules_in_different_orders(
     ranks: Any, names: tuple[str, ...], details: dict[str, Any], zero: dict[str, Any]
 ) -> None:
-    job = Job(**{"sizes": SQUARE, "accumulation": 2, "empty": False, "zero": {**SMALL, **zero}, **details})
+    job = Job(**{"sizes": networks.SQUARE, "accumulation": 2, "empty": False, "zero": {**SMALL, **zero}, **details})
     bounds = BF16 if job.config else parity_table.EXACT
     # Stage 0: stages 1 to 3 reduce gradients in each rank's own order, and would hang.
     for rows in ranks(4).run(training.compare, job, 2, names, stage=0):
@@ -229,8 +228,8 @@ OVERLAP = {**SMALL, "overlap_comm": True}
 PERSISTENT = {**OVERLAP, "stage3_param_persistence_threshold": 100}
 ON_HOST = {**OVERLAP, **HOST, "offload_optimizer": {"device": "cpu"}}
 WITH_I: dict[str, Job] = {
-    "tangled": Job(SQUARE, False, network=networks.Tangled, frozen=(1,), steps=3, zero=PERSISTENT),
-    "units": Job(SQUARE, False, network=networks.Blocks, accumulation=3, groups=2, zero=OVERLAP),
+    "tangled": Job(networks.SQUARE, False, network=networks.Tangled, frozen=(1,), steps=3, zero=PERSISTENT),
+    "units": Job(networks.SQUARE, False, network=networks.Blocks, accumulation=3, groups=2, zero=OVERLAP),
     "host": Job(empty=False, steps=3, zero=ON_HOST, config={"zero_force_ds_cpu_optimizer": False}),
 }
 
@@ -249,7 +248,7 @@ def test_parity_of_modules_with_i_next_to_g(ranks: Any, kind: str, world: int, g
 
 @pytest.mark.parametrize("name, keys", [("GNG", {}), ("GGG", {"zeropp_loco_param": {"block_size": 32}})])
 def test_modules_with_i_change_no_bit(ranks: Any, name: str, keys: dict[str, Any]) -> None:
-    job = Job(SQUARE, network=networks.Blocks, accumulation=2, clipping=0.0, frozen=(1,), zero=SMALL)
+    job = Job(networks.SQUARE, network=networks.Blocks, accumulation=2, clipping=0.0, frozen=(1,), zero=SMALL)
     plain = ranks(4).run(training.train, job, placed(name, **keys))
     grouped = ranks(4).run(training.train, job, placed(name, **keys, paro_modules=PARTS), check_units)
     for one, other in zip(plain, grouped, strict=True):

@@ -14,9 +14,8 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
 
-from tests.harness import training
 from tests.harness.tiers import deep
-from tests.harness.training import SMALL, Job, Network, placed
+from tests.harness.training import SMALL, Job, Network, batches, make_engine, micro_step, placed
 
 STEPS = 12
 GRADIENTS = 5e-3  # seen: 2.8e-3 to 3.6e-3; bf16 is off by up to 2^-9 of an element, each time that it rounds
@@ -68,9 +67,9 @@ def rounding_case(job: Job, name: str) -> tuple[float, float, float, float]:
     relative to its norm; the mean over steps of this error along the exact gradient, relative to its norm; the largest
     difference of masters from masters of Adam in double precision with the same reduced gradients; and the sum of
     differences of losses from losses of the rounded masters."""
-    engine, model = training.make_engine(job, placed(name))
+    engine, model = make_engine(job, placed(name))
     used = [p for layer in model.layers for p in layer.parameters()]
-    twin, data = Twin(job), training.batches(job)
+    twin, data = Twin(job), batches(job)
     oracle = nn.Parameter(flat(map(safe_get_full_fp32_param, used)))
     adam = torch.optim.AdamW([oracle], lr=0.1, eps=1e-3)  # as of training.configuration and parameter_groups
     gradients, biases, losses = [], [], 0.0
@@ -80,7 +79,7 @@ def rounding_case(job: Job, name: str) -> tuple[float, float, float, float]:
         for number in range(job.accumulation):
             x, y = next(data)
             loss, gradient = twin.step(x, y, job.accumulation)
-            losses += abs(training.micro_step(engine, job, number, x, y) - loss)
+            losses += abs(micro_step(engine, job, number, x, y) - loss)
             exact += gradient
             if number + 1 < job.accumulation:
                 engine.step()

@@ -21,10 +21,9 @@ from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.zero.flat.update_gathers import UpdateGathers
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from deepspeed_ext.zero.shards import Window
-from tests.harness import networks, training
-from tests.harness.training import SEVERAL_BUCKETS, placed
+from tests.harness import calls, networks, training
 
-AHEAD = placed("NIG", group_size=1, paro_overlap_updates=True, **SEVERAL_BUCKETS)
+AHEAD = training.placed("NIG", group_size=1, paro_overlap_updates=True, **training.SEVERAL_BUCKETS)
 
 
 @pytest.mark.quick
@@ -50,8 +49,7 @@ def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
 def updates_held_until_waited_for() -> Iterator[threading.Event]:
     """Keep updates in flight in this context until code waits for them; the wait sets the event."""
     gate = threading.Event()
-    gather, start = FlatUpdates.gather_window, UpdateGathers.start
-    wait_for, drain = UpdateGathers.wait_for, UpdateGathers.drain
+    gather = FlatUpdates.gather_window
 
     class Held:
         def wait(self) -> None:
@@ -61,23 +59,15 @@ def updates_held_until_waited_for() -> Iterator[threading.Event]:
         yield Held()
         return (yield from gather(self, window))
 
-    def started(self: Any) -> None:
-        self.drain()
+    def close(gathers: Any) -> None:
+        gathers.drain()
         gate.clear()
-        start(self)
-
-    def waited(self: Any, number: int) -> None:
-        gate.set()
-        wait_for(self, number)
-
-    def drained(self: Any) -> None:
-        if self.in_flight:
-            gate.set()
-        drain(self)
 
     with (
         mock.patch.object(FlatUpdates, "gather_window", late),
-        mock.patch.multiple(UpdateGathers, start=started, wait_for=waited, drain=drained),
+        calls.before(UpdateGathers, "start", close),
+        calls.before(UpdateGathers, "wait_for", lambda *_: gate.set()),
+        calls.before(UpdateGathers, "drain", lambda gathers: gathers.in_flight and gate.set()),
     ):
         yield gate
 
@@ -227,7 +217,7 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
     sub_groups, waited, weights = set[int](), list[int](), dict[str, Any]()
     for name, windows, extra in (("one", 1, {}), ("many", 16, {}), ("many, exact", 16, exact)):
         with mock.patch.multiple(strategy, _LEAST_BUCKET=1, _BUCKETS=windows):  # windows of a small model, too
-            engine, model, data = training.begin(job, placed("IIG", **extra))
+            engine, model, data = training.begin(job, training.placed("IIG", **extra))
             for number in range(job.steps):
                 training.step(engine, job, number, data)
         sub_groups.add(len(engine.optimizer.fp16_groups))
@@ -303,21 +293,16 @@ def some_gate() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), Gate(), nn.Sequential(nn.Linear(4, 4)))
 
 
-def shared_gates() -> nn.Module:
+def shared_part(other: type[nn.Module]) -> nn.Module:
     part = nn.Linear(4, 4, bias=False)
-    return nn.Sequential(Gate(part), Gate(part))
-
-
-def shared_part() -> nn.Module:
-    part = nn.Linear(4, 4, bias=False)
-    return nn.Sequential(Gate(part), nn.Sequential(part))
+    return nn.Sequential(Gate(part), other(part))
 
 
 # Windows that modules wait for in two forwards, and in one after a change.
 WAITS: dict[str, tuple[Any, list[int], list[int], Any, list[int]]] = {
     "read": (some_gate, [4, 1, 2, 4, 4], [1, 2, 4], None, [1, 2, 4]),
-    "shared": (shared_gates, [0, 0, 0], [0, 0], None, [0, 0]),
-    "called by another": (shared_part, [0, 0, 0, 0], [0, 0, 0], None, [0, 0, 0]),
+    "shared": (lambda: shared_part(Gate), [0, 0, 0], [0, 0], None, [0, 0]),
+    "called by another": (lambda: shared_part(nn.Sequential), [0, 0, 0, 0], [0, 0, 0], None, [0, 0, 0]),
     "called in training": (lambda: Projection(scaled=False), [0, 0], [0], nn.Module.eval, [0]),
     "seldom": (lambda: Projection(scaled=True), [1, 1], [1, 1], lambda model: setattr(model, "reads", True), [1]),
 }
