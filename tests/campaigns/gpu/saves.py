@@ -171,7 +171,7 @@ def _seen_without_the_event(setup: Any) -> None:
     write, (name, how) = HostWriter._write, EXPORTS[-1]
 
     def early(self: HostWriter, buffer: Any) -> None:
-        write(self, dataclasses.replace(buffer, copied=None))
+        write(self, dataclasses.replace(buffer, copy_event=None))
 
     with snapshots.shared_folder() as folder, late(setup), mock.patch.object(HostWriter, "_write", early):
         changed = cases.exported(f"{folder}/weights", name, **how)
