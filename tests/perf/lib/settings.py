@@ -134,5 +134,6 @@ SAVE_SECTIONS: dict[str, dict[str, Any]] = {  # ``checkpoint`` of the configurat
     "NIG": {},
     "NIG, asynchronous": _ASYNC,
     "IIG": {},
+    "IIG, without digests": {},
     "IIG, asynchronous": _ASYNC,
 }
