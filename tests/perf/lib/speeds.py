@@ -75,6 +75,7 @@ class SpeedsMeasurement(PausedMeasurement):
     def complete(self, row: Row, rates: Rates | None) -> None:
         super().complete(row, rates)
         if row.method.endswith(MEASURED):
+            row.setup = row.setup.replace(f"{self.folder}/", "")
             row.more["numbers"] = " and ".join(map(str, numbers_of(self.made[row.method])))
 
     def batches(self, step: int) -> list[Batch]:
