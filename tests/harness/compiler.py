@@ -8,6 +8,7 @@ COMPILER = "g++"
 
 
 def run(*command: str) -> str:
+    """Run a compiler, and return its output; if it fails, raise RuntimeError with the end."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-5000:]}")

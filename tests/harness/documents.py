@@ -56,6 +56,7 @@ class Page:
 
 @cache
 def pages() -> tuple[Page, ...]:
+    """Return all pages of the repository, those that are not committed yet included."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     try:
         names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

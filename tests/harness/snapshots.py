@@ -84,6 +84,7 @@ def mark(engine: Any, model: nn.Module) -> None:
 
 
 def run(engine: Any, job: training.Job, steps: Sequence[tuple[Tensor, Tensor]], first: int = 100) -> list[float]:
+    """Train, a micro-step each, which count from ``first``; the losses."""
     losses = []
     for number, (x, y) in enumerate(steps, first):
         losses.append(training.micro_step(engine, job, number, x, y))

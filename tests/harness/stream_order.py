@@ -117,6 +117,7 @@ class Order:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
+        """Check the operations in this context; earlier operations have ended."""
         self.synchronize()
         self._memories.clear()
         self._freed.clear()

@@ -93,6 +93,7 @@ def section_of(method: str, group_size: int) -> dict[str, Any]:
 
 
 def make_engine(zero: dict[str, Any], model: nn.Module, **more: Any) -> Any:
+    """Return an engine with this ``zero_optimization``, and more of the configuration; it makes all its groups."""
     process_groups._cached_groups.clear()
     process_groups._self_groups.clear()
     deepspeed.utils.groups._WORLD_GROUP = None

@@ -49,6 +49,7 @@ Step = Callable[[], None]
 
 
 def make_model() -> nn.Sequential:
+    """Return the modules of a narrow Llama; each adds the sum of its parameter."""
     growth.NARROWER = NARROWER
     return growth.make_model(layered=True)
 

@@ -37,6 +37,7 @@ Sizes = dict[str, float]
 
 
 def sizes(differences: Tensor) -> dict[str, float]:
+    """Return the shares of differences that are not zero and fit a nibble, entropy, and each code's bits."""
     counts = torch.bincount(differences + SPAN, minlength=2 * SPAN + 1)
     share = counts[counts > 0].double() / differences.numel()
     beyond = {far: 1 - counts[SPAN - far : SPAN + far + 1].sum().item() / differences.numel() for far in (0, 1, 7, 8)}

@@ -59,6 +59,7 @@ def leaf_overhead(packed: bool) -> Table:
 
 
 def kernels() -> Table:
+    """Return milliseconds of kernels of differences, beside a copy of as many bytes."""
     rows = {row["case"]: row for row in read_rows(RESULTS / "loco_kernels.csv") if "compress" not in row["case"]}
     columns = {"seconds": (1e3, ".1f"), "copy_seconds": (1e3, ".1f"), "of_copy_bandwidth": (1, ".2f")}
     columns |= {"times_faster_than_pytorch": (1, ".0f")}

@@ -25,6 +25,7 @@ EXAMPLES = {  # shown on a page
 
 
 def package(name: str) -> Path:
+    """The folder of an installed package, which is not imported."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0])

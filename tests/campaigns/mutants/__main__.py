@@ -54,6 +54,7 @@ class Outcome(NamedTuple):
 
 
 def tests_of(recording: recordings.Recording, most: float) -> Command:
+    """Return the command that runs the tests of a change, as many as fit into the recorded seconds."""
     status, printed = _run(ROOT, [*_TESTS, "-m", "not deep", "--collect-only"], 300.0)
     if status:
         raise RuntimeError("\n".join(printed[-20:]))
@@ -86,6 +87,7 @@ def outcome_of(mutant: Mutant, copy: Path, command: Sequence[str], limit: float)
 
 
 def _run(copy: Path, command: Sequence[str], limit: float) -> tuple[int | None, list[str]]:
+    """Return the exit status of Python, None if it was killed, and its output."""
     environment = os.environ | {"PYTHONPATH": str(copy), "TORCH_EXTENSIONS_DIR": str(copy / ".extensions")}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a change within a second, of the same length, would not be seen
     with tempfile.TemporaryFile("w+") as output:

@@ -39,6 +39,7 @@ class Mutant(NamedTuple):
 
     @property
     def room(self) -> str:
+        """The folder or the file of the package; csrc is one."""
         return room_of(self.path)
 
 

@@ -42,6 +42,7 @@ def check(mail: Mail, checkout: Path) -> bool:
 
 
 def _kinds(when: str, suite: Suite, names: list[str]) -> set[str]:
+    """Run tests, and print their outcomes and the causes of failures; return the kinds of outcomes."""
     collected, uncollected = suite.collect(names)
     if uncollected:
         raise Failed("".join(f"{file} cannot be imported: {text}" for file, text in uncollected.items()))

@@ -93,6 +93,7 @@ class Suite:
         return self.work / "torch_extensions"
 
     def build(self) -> None:
+        """Compile the operators that tests on a CPU use. Those that cannot be compiled are missing on both sides."""
         for lock in self._extensions.glob("*/lock"):  # of a compile that was killed
             lock.unlink()
         job = self._job(Side(), None)

@@ -64,6 +64,7 @@ def cuda_headers() -> Path | None:
 
 
 def missing() -> str:
+    """Return the tools that are missing for a build; empty if there are none."""
     if os.uname().machine != "x86_64":
         return "x86-64, whose registers the fibers know"
     if shutil.which(COMPILER) is None:
@@ -82,6 +83,7 @@ def build_library(sources: Path, folder: Path, name: str) -> Path:
 
 
 def program(sources: Path, folder: Path) -> Path:
+    """Build the program that tries all numbers, and return it; arguments and exceptions as of ``built``."""
     return _built(sources, folder, "plain", (_PROGRAM, *_EMULATOR), [])
 
 

@@ -117,6 +117,7 @@ class Emulator:
 
     @contextmanager
     def counted_traffic(self) -> Iterator[None]:
+        """Count the bytes and sectors that kernels of the checked build move; they are in ``counts`` afterwards."""
         self._library.cuda_on_cpu_count_traffic(1)
         try:
             yield

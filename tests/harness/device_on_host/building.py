@@ -21,6 +21,7 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragma
 
 
 def missing() -> str:
+    """Return the tools that are missing for a build; empty if there are none."""
     return "" if shutil.which(COMPILER) else COMPILER
 
 

@@ -26,6 +26,7 @@ tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed 
 
 
 def shape(**more: Any) -> LlamaConfig:
+    """Sizes of the model; all weights count, for embeddings are not tied."""
     sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
@@ -33,6 +34,7 @@ def shape(**more: Any) -> LlamaConfig:
 
 
 def make_model(**more: Any) -> LlamaForCausalLM:
+    """A Llama with the same random weights each time; no file is read and nothing is downloaded."""
     torch.manual_seed(11)
     return LlamaForCausalLM(shape(**more))
 

@@ -121,6 +121,7 @@ class Gpt2Measurement(Measurement):
         return Workload(setting.accumulation, setting.ranks_per_node, model, **more)
 
     def batches(self, step: int) -> list[Batch]:
+        """Return the same random tokens for every step."""
         generator = torch.Generator().manual_seed(dist.get_rank())
         size = self.setting.accumulation, 1, self._tokens
         vocabulary = self._shape.get("vocab_size", VOCABULARY)

@@ -104,6 +104,7 @@ class Measurement:
 
     @property
     def width(self) -> int:
+        """Numbers in a row of a micro-batch."""
         return SIZES[self.setting.size][1]
 
     def batches(self, step: int) -> list[Batch]:
@@ -139,6 +140,7 @@ class Measurement:
         return statistics.median(self.turn(self.compute).seconds)
 
     def turn(self, method: Method) -> Turn:
+        """Time a step, or several short ones, because the median of only one short step varies."""
         turns = [self.turns.a_step(method)]
         while len(turns) < self.most and sum(turn.seconds[0] for turn in turns) < self.short:
             turns.append(self.turns.a_step(method))
@@ -297,6 +299,7 @@ class OverlapMeasurement(PausedMeasurement):
 
     @staticmethod
     def wire(setting: Setting) -> float:
+        """Return W."""
         volume = STRATEGIES["NIG"].volume(setting.sizes, setting.states, setting.accumulation)
         return volume.inter * setting.ranks_per_node * 8 / ((setting.mbit[0] or math.inf) * 1e6)
 

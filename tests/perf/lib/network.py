@@ -20,6 +20,7 @@ LABEL = "Mbit/s per node (emulated link), and ZeRO-3's communication time relati
 
 
 def medians(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
+    """Return median seconds per step, by method and rate in Mbit/s (infinity: unlimited)."""
     seconds: dict[str, dict[float, float]] = {method: {} for method in METHODS}
     for row in rows:
         seconds[row.method][row.mbit or math.inf] = row.median
@@ -57,6 +58,7 @@ def _rate(rate: float) -> str:
 
 
 def plot(path: Path = PLOT) -> None:
+    """Draw the medians over the rate; the ticks also name the ratio of communication to computation."""
     rows = read(FILE)
     seconds, ratios = medians(rows), communication_ratios(rows)
     rates = list(seconds["NIG"])

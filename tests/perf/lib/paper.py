@@ -77,6 +77,7 @@ Ratios = Sequence[float | None]  # for each claim
 
 
 def predicted(method: str, sizes: GroupSizes, model: Model, rates: Rates) -> Prediction:
+    """Predict a strategy or a stage. As shipped, a stage all-reduces, as if gradients had twice their bytes."""
     if method in STRATEGIES:
         return predict(STRATEGIES[method], sizes, model, rates)
     if "shipped" in method:

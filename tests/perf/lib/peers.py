@@ -96,6 +96,7 @@ class Method(ABC):
         self._most = StateBytes(0, 0, 0)
 
     def step(self, batches: Sequence[Batch], watch: bool = False) -> None:
+        """Take one optimizer step over these micro-batches; with ``watch``, record the memory of model states."""
         if watch:
             self._most = StateBytes(0, 0, 0)
         for number, (inputs, targets) in enumerate(batches, 1):

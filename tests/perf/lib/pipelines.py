@@ -60,6 +60,7 @@ def weights_of_stage(model: Any, layers: range) -> Tensor:
 
 
 def weights_in_stage(stage: nn.Module) -> Tensor:
+    """Return the same of a stage. Position embeddings are left out: those of the last stage are not used."""
     embedding, _, *others = gathered(stage)
     return torch.cat([p.flatten() for p in (embedding, *others)])
 

@@ -134,6 +134,7 @@ class Row:
 
     @property
     def predicted(self) -> Any:
+        """Seconds of a step by the planner; None without a prediction."""
         return self.more.get("seconds_predicted")
 
     @property

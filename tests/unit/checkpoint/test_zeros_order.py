@@ -50,6 +50,7 @@ def job_of(**config: Any) -> training.Job:
 
 
 def save(folder: str, job: training.Job, name: str) -> dict[str, torch.Tensor]:
+    """Train and save; return the saved states. Collective."""
     engine, model = training.make_trained(job, name, 2)
     assert any(buffer.striped for buffer in engine.optimizer.buffers)
     engine.save_checkpoint(folder, "tag")

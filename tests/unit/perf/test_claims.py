@@ -81,6 +81,7 @@ def test_commands_of_rows_name_no_folder_of_a_machine() -> None:
 
 
 def rows(file: str, setting: str = "", mbit: float | None = 100) -> dict[str, Row]:
+    """Rows of a file by method: of a setting, if one is given, at a rate."""
     rows = (row for row in records.read(file) if row.mbit == mbit)
     return {row.method: row for row in rows if row.setting == (setting or row.setting)}
 

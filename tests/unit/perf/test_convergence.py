@@ -68,6 +68,7 @@ def test_updates_without_loss_change_no_loss() -> None:
 
 
 def held_out_case() -> tuple[int, int]:
+    """Return the bytes that are trained and held out; none is both."""
     from tests.perf import convergence
 
     tokens = torch.arange(2 * convergence.PERIOD)

@@ -250,6 +250,8 @@ def test_experts_are_sent_among_the_ranks_that_have_them(ranks: Any, world: int,
 
 
 class Wide(experts.SmallMixtral):
+    """A model so wide that tokens are few bytes in comparison with parameters."""
+
     width, inner = 160, 320
 
 

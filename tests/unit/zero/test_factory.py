@@ -227,6 +227,8 @@ def compiled_case(name: str, compiled: str) -> bool:
 
 
 def unsupported_case(feature: str, zero: dict[str, Any]) -> None:
+    """Initialize with a model or an optimizer that the configuration does not show."""
+
     class Expert(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -180,6 +180,7 @@ def test_muon_allocates_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str,
 
 
 def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
+    """Return elements of momentum on this rank, and the peak bytes of Muon's part of a step."""
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NOTHING_KEPT}
     rows = []
     config = {"data_types": {"grad_accum_dtype": "fp32"}}

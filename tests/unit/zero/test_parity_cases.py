@@ -138,6 +138,7 @@ def test_an_invalid_norm_is_reported_as_by_stock(ranks: Any) -> None:
 
 
 def invalid_norm_case() -> dict[str, list[float]]:
+    """Return the norms of a step whose gradients are not finite, without an earlier overflow check."""
     config = {"bf16": {"check_grad_overflow": False}}
     job = Job(steps=1, dtype="bf16", empty=False, overflow=[(0, 0)], config=config)
     names = ("2", "NIG", "NNN", "3", "IIG", "III", "GGG")

@@ -197,6 +197,7 @@ def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
     shapes = [getattr(param, "ds_shape", param.shape) for param in params]
 
     def draw() -> list[torch.Tensor]:
+        """Return values of all parameters, the same on all ranks."""
         return [torch.randint(-8, 9, shape, generator=generator) / 8.0 for shape in shapes]
 
     def chunk(value: torch.Tensor, param: Any, padding: float = 0.0) -> torch.Tensor:
