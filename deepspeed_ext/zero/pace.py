@@ -147,9 +147,9 @@ class _Measurement:
         topology, config = self._optimizer.topology, self._engine._config
         groups, group = topology.sizes.groups, topology.rank // topology.sizes.group_size
         total = config.gradient_accumulation_steps * groups
-        own = torch.zeros(groups, dtype=torch.float64)
-        own[group] = median(self._paces) if self._paces else float("inf")
-        reduced = all_reduce_max(own)  # over all ranks, also those of other parts of the model
+        by_group = torch.zeros(groups, dtype=torch.float64)
+        by_group[group] = median(self._paces) if self._paces else float("inf")
+        reduced = all_reduce_max(by_group)  # over all ranks, also those of other parts of the model
         if torch.isinf(reduced).any():
             warn_on_rank_0(f"{SECTION}.{MICRO_BATCHES} stays {total // groups}: a rank has run no complete backward")
             return

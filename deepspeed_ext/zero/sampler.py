@@ -43,8 +43,8 @@ class GroupSampler(Sampler[int]):
         order = torch.arange(count)
         if self._shuffle:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(self._seed + self._epoch))
-        own = order[: count // total * total].view(-1, total)[:, first:after]
-        return iter(own.flatten().tolist())
+        indices = order[: count // total * total].view(-1, total)[:, first:after]
+        return iter(indices.flatten().tolist())
 
     def _own_range(self) -> tuple[int, int]:
         """Return where this rank's samples of a step begin and end."""
@@ -55,5 +55,5 @@ class GroupSampler(Sampler[int]):
             numbers = [engine.gradient_accumulation_steps()]
         numbers = [number for number in numbers for _ in range(ranks // len(numbers))]
         ends = [0, *accumulate(number * engine.train_micro_batch_size_per_gpu() for number in numbers)]
-        own = rank // engine.sequence_parallel_size
-        return ends[own], ends[own + 1]
+        index = rank // engine.sequence_parallel_size
+        return ends[index], ends[index + 1]

@@ -68,7 +68,7 @@ def build_report(
     """
     summary = measures.summary(steps)
     summary["held"] = [state_bytes.parameters, state_bytes.gradients, state_bytes.optimizer]
-    ranks, own_groups = _rows_of_ranks(summary), _rows_of_groups(engine, steps)
+    ranks, groups = _rows_of_ranks(summary), _rows_of_groups(engine, steps)
     # The slowest rank waits least, since the other ranks wait for it.
     slowest = min(ranks, key=lambda row: row["waiting"])["rank"]
     fastest = max(ranks, key=lambda row: row["waiting"])["rank"]
@@ -100,7 +100,7 @@ def build_report(
         "modules": measured["modules"],
         "memory": _memory(measured["held"], now),
         "ranks": ranks,
-        "groups": own_groups,
+        "groups": groups,
         "timelines": timelines if slowest != fastest else timelines[:1],
         "choices": [] if predictions is None else predictions.choices(),
         recorded_training.KEY: None if planner_input is None else planner_input.as_dict(),
@@ -127,13 +127,13 @@ def _rows_of_groups(engine: Engine, steps: Sequence[Step]) -> list[dict[str, Any
     """Return each group's numbers of micro-batches, pace, and wait for the slowest group; empty if groups communicate
     in each micro-batch, or there are fewer than two of either. Collective."""
     optimizer, number = engine.optimizer, engine._config.gradient_accumulation_steps
-    own: list[Any] | None = None
+    row: list[Any] | None = None
     if isinstance(optimizer, ParoOptimizer) and not engine.pipeline_parallelism:
         strategy, sizes, rank = optimizer.strategy, optimizer.topology.sizes, optimizer.topology.rank
-        own_paces = [pace for step in steps if (pace := measures.pace(step, number)) is not None]
-        if sizes.groups > 1 and Placement.G not in (strategy.p, strategy.g) and own_paces:
-            own = [rank // sizes.group_size, number, median(own_paces)]
-    rows = [json.loads(text) for text in all_gather_texts(json.dumps(own))]
+        paces = [pace for step in steps if (pace := measures.pace(step, number)) is not None]
+        if sizes.groups > 1 and Placement.G not in (strategy.p, strategy.g) and paces:
+            row = [rank // sizes.group_size, number, median(paces)]
+    rows = [json.loads(text) for text in all_gather_texts(json.dumps(row))]
     if None in rows:
         return []
     # Rows of a group are sorted by pace, so its slowest rank replaces the others.
