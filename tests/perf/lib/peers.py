@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, cast
 
 import deepspeed
@@ -61,6 +62,7 @@ class Workload:
     ddp_mib: float = 25.0  # MiB of a bucket of DDP
     # zero, config: additional keys of ``zero_optimization``, and of the configuration, for all DeepSpeed methods.
     zero: Mapping[str, Any] = field(default_factory=dict)
+    stages: Mapping[str, Any] = field(default_factory=dict)  # additional keys of ZeRO-1 and ZeRO-2
     # Keys for methods that gather parameters for each use, see ``LEAN``.
     lean: Mapping[str, Any] = field(default_factory=lambda: LEAN)
     optimizer: str = "AdamW"  # "AdamW" or "Muon"
@@ -69,6 +71,8 @@ class Workload:
     whole: Callable[[nn.Module], Tensor] = lambda model: torch.cat([part.flatten() for part in gathered(model)])
     dtype: torch.dtype = torch.float32  # dtype of compute, fp32 or bf16; masters are in fp32
     rate: float = 1e-3  # AdamW's learning rate
+    # Whether FSDP2 gathers a block while the previous one runs, as it always does on a device, whose host is ahead.
+    prefetch: bool = False
 
     @property
     def adamw(self) -> dict[str, Any]:
@@ -82,10 +86,13 @@ class Workload:
     @classmethod
     def overlapping(cls, steps: int, group_size: int, make_model: Callable[[], nn.Module], block: int) -> "Workload":
         """Return a workload with buckets of the size of a model's block, and all overlap that DeepSpeed has. A block
-        is gathered while the previous one runs, and sub-groups are as small as buckets."""
+        is gathered while the previous one runs, and sub-groups are as small as buckets. Those of ZeRO-1 and ZeRO-2
+        have a matrix of each rank, half a block each."""
         live = {"stage3_max_live_parameters": 3 * block, "stage3_prefetch_bucket_size": block, "sub_group_size": block}
         buckets: dict[str, Any] = {"bucket": block, "stage_bucket": block, "ddp_mib": 4 * block / 2**20}
-        return cls(steps, group_size, make_model, **buckets, zero={"overlap_comm": True}, lean=LEAN | live)
+        stages = {"round_robin_gradients": True, **dict.fromkeys(BUCKETS, dist.get_world_size() * block // 2)}
+        keys: dict[str, Any] = {"zero": {"overlap_comm": True}, "stages": stages, "lean": LEAN | live}
+        return cls(steps, group_size, make_model, **buckets, **keys, prefetch=True)
 
 
 class Method(ABC):
@@ -241,16 +248,22 @@ class FSDP2(TorchMethod):
         mesh = mesh["ranks"] if apart else mesh
         reduce = reduce or workload.dtype
         policy = MixedPrecisionPolicy(workload.dtype, reduce) if workload.mixed else MixedPrecisionPolicy()
+        units = list[FSDPModule]()
         for module in [*cast(nn.ModuleList, model.blocks), model]:
             # The backward of the root comes at once: FSDP2's default is not to cut it before.
             cut = None if module is model and reshard is True else reshard
-            unit = fully_shard(module, mesh=mesh, reshard_after_forward=cut, mp_policy=policy)
+            units.append(fully_shard(module, mesh=mesh, reshard_after_forward=cut, mp_policy=policy))
             if not native:
-                unit.set_custom_reduce_scatter(RingReduceScatter())
+                units[-1].set_custom_reduce_scatter(RingReduceScatter())
+        if workload.prefetch:
+            units[-1]._set_unshard_async_op(True)  # of all units
+            for unit, following in pairwise(units[:-1]):
+                unit.set_modules_to_forward_prefetch([following])
         self._kept, self._nodes = between == "whole", nodes
         setup = f"fully_shard of blocks and root, mesh {tuple(mesh.shape)}, reshard_after_forward {reshard}, reduce "
         where = "last micro-batch" if self._kept else "node"
         setup += f"{reduce} in the {where}" + "; set_custom_reduce_scatter: ring" * (not native)
+        setup += "; prefetches a block" * workload.prefetch
         super().__init__(name, setup, workload, model)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -334,7 +347,8 @@ class Engine(Method):
         if lean:
             leaves = sorted({type(block).__name__ for block in cast(nn.ModuleList, model.blocks)})
             zero = {**workload.lean, "leaf_module": {"classes": leaves}, **zero}
-        zero = {**dict.fromkeys(BUCKETS, workload.stage_bucket), **workload.zero, **zero}
+        stages = workload.stages if zero.get("stage") in (1, 2) else {}
+        zero = {**dict.fromkeys(BUCKETS, workload.stage_bucket), **workload.zero, **stages, **zero}
         muon = workload.optimizer == MUON
         if muon and zero.get("stage") == 3:
             zero["reduce_scatter"] = False  # DeepSpeed's stage 3 wants it so
