@@ -62,7 +62,7 @@ class Workload:
     ddp_mib: float = 25.0  # MiB of a bucket of DDP
     # zero, config: additional keys of ``zero_optimization``, and of the configuration, for all DeepSpeed methods.
     zero: Mapping[str, Any] = field(default_factory=dict)
-    stages: Mapping[str, Any] = field(default_factory=dict)  # additional keys of ZeRO-1 and ZeRO-2
+    stages: Mapping[str, Any] = field(default_factory=dict)  # additional keys of ZeRO-1 and ZeRO-2, in rings
     # Keys for methods that gather parameters for each use, see ``LEAN``.
     lean: Mapping[str, Any] = field(default_factory=lambda: LEAN)
     optimizer: str = "AdamW"  # "AdamW" or "Muon"
@@ -347,7 +347,7 @@ class Engine(Method):
         if lean:
             leaves = sorted({type(block).__name__ for block in cast(nn.ModuleList, model.blocks)})
             zero = {**workload.lean, "leaf_module": {"classes": leaves}, **zero}
-        stages = workload.stages if zero.get("stage") in (1, 2) else {}
+        stages = workload.stages if zero.get("stage") in (1, 2) and not native else {}
         zero = {**dict.fromkeys(BUCKETS, workload.stage_bucket), **workload.zero, **stages, **zero}
         muon = workload.optimizer == MUON
         if muon and zero.get("stage") == 3:

@@ -2,15 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judging, storing, and tabulating rows of the emulated cluster, without measurements; and its rings."""
 
+import argparse
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.perf import tables
 from tests.perf.lib import gpt2, paper, records, tabulated
+from tests.perf.lib.blocks import Sleep
 from tests.perf.lib.measurements import BlocksMeasurement, OuterMeasurement, OverlapMeasurement, PaperMeasurement
 from tests.perf.lib.offload import OffloadMeasurement
 from tests.perf.lib.saves import SavesMeasurement
@@ -130,6 +134,19 @@ def test_ratios_of_the_paper_are_predicted_in_its_setting() -> None:
     seconds = {("7B-full", "IIG"): 2.0, ("7B-full", "ZeRO-3"): 5.0, ("7B-16", "NIG"): 4.0, ("7B-128", "NIG"): 8.0}
     found = paper.emulated_ratios(row(method, taken, setting=name) for (name, method), taken in seconds.items())
     assert list(filter(None, found)) == [2.5, 0.5] and paper.misses(found)[1] == pytest.approx(1 - 0.5 / 0.84)
+
+
+def test_blocks_sleep_less_after_a_reduction() -> None:
+    measurement = OverlapMeasurement(OVERLAP["2x2-1"], argparse.Namespace(methods=None))
+    reduction = measurement._beside_compute(measurement._beside_compute(lambda: None))
+    slept, pauses = list[float](), measurement.pauses
+    with mock.patch("time.sleep", slept.append):
+        loss = Sleep.apply(Sleep.apply(torch.ones(2, requires_grad=True), pauses), pauses).sum()
+        with mock.patch("time.perf_counter", side_effect=[0.0, 1.0, 4.0, 5.0]):
+            reduction()
+        pauses.backward = 3.0
+        loss.backward()
+    assert slept == [0.0, 0.0, 0.0, 1.0]  # 5 of 6 seconds have passed: one in another counts once
 
 
 def test_emulated_communication_takes_the_share_of_the_paper() -> None:
