@@ -194,6 +194,8 @@ def overlap_against(rows: Sequence[Row]) -> Table:
     lines = []
     for name, ratio in ((name, ratio) for name in OVERLAP for ratio in RATIOS):
         by_method = {row.method: row for row in rows if (row.setting, row.more["wire_of_compute"]) == (name, ratio)}
+        if not by_method:
+            continue
         ours = [row for method, row in by_method.items() if method in STRATEGIES]
         line = [name, f"{ratio:g}"]
         for peer in (by_method.get(method) for method in OVERLAP_PEERS):

@@ -233,8 +233,9 @@ def test_figures_of_one_host_have_their_rows() -> None:
         f"adds {float(imported[-1]):.1f} ms",
         f"I-I-G takes {host['IIG'] / host['HSDP']:.2f} of HSDP's host time "
         f"(kept: {host['IIG'] / host['HSDP, kept']:.1f}), N-I-G {host['NIG'] / host['ZeRO-2']:.2f} of ZeRO-2's",
-        "the error of an ordered sum is {:.2f} to {:.2f} of a bf16 ring's, "
-        "in two levels {:.2f} to {:.2f}".format(*errors_of_ring["ordered"], *errors_of_ring["two levels"]),
+        "the error of an ordered sum is {:.2f} to {:.2f} of a bf16 ring's, in two levels {:.2f} to {:.2f}".format(
+            *errors_of_ring["ordered"], *errors_of_ring["two levels"]
+        ),
     )
     assert not missing(sentences)
 
