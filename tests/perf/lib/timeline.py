@@ -104,7 +104,8 @@ def _of_overlap() -> Iterator[tuple[records.Row, Case | None]]:
     for row in records.read("overlap.csv"):
         setting = OVERLAP[row.setting]
         model = replace(described, accumulation=setting.accumulation, compute=row.compute / setting.accumulation)
-        yield row, _case(row, EMULATED, setting.sizes, model)
+        on_device = row.method in LETTERS  # stages, with the overlap that they have on a device
+        yield row, _case(row, EMULATED, setting.sizes, replace(model, streams=on_device))
 
 
 def _case(row: records.Row, campaign: str, sizes: GroupSizes, model: Model) -> Case | None:
