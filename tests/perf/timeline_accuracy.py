@@ -7,9 +7,8 @@
 For each row of ``emulated_cluster.csv`` and ``overlap.csv`` that the planner supports, a step is predicted from the
 link's rate without headers, the compute of a step without communication, and the costs of a byte and a message for the
 host's cores (Note [Host costs]). These costs are fitted once for each campaign (one version of the package, within
-hours): for strategies to the rows of ``CALIBRATED`` methods, for plain stages, whose collectives are gloo's own, to
-all rows of one setting. The tables leave out the fitted rows. The form of the costs was chosen with knowledge of all
-rows.
+hours): for strategies to the rows of ``CALIBRATED`` methods, for plain stages to all rows of one setting. The tables
+leave out the fitted rows. The form of the costs was chosen with knowledge of all rows.
 
 Tables: the share of rows whose prediction is within 10 % of the measured median, with the variation of their own
 steps; the largest errors; and the largest cost of a choice relative to the best measured strategy, over all memories.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 @dataclass
 class Pauses:
-    """Seconds that each block sleeps in its forward and backward; can be changed between steps. While a host waits for
-    a collective (in all ``ahead`` seconds), a device would compute the blocks that follow in the same backward, which
-    therefore sleep less."""
+    """Seconds that each block sleeps in its forward and backward; can be changed between steps. ``ahead``: seconds
+    that the host has waited for reductions of this backward. A device would compute meanwhile, so the blocks that
+    follow sleep less."""
 
     forward: float = 0.0
     backward: float = 0.0

@@ -256,7 +256,7 @@ class FSDP2(TorchMethod):
             if not native:
                 units[-1].set_custom_reduce_scatter(RingReduceScatter())
         if workload.prefetch:
-            units[-1]._set_unshard_async_op(True)  # of all units
+            units[-1]._set_unshard_async_op(True)  # of all units; otherwise the host waits for a gather
             for unit, following in pairwise(units[:-1]):
                 unit.set_modules_to_forward_prefetch([following])
         self._kept, self._nodes = between == "whole", nodes

@@ -104,8 +104,10 @@ def _of_overlap() -> Iterator[tuple[records.Row, Case | None]]:
     for row in records.read("overlap.csv"):
         setting = OVERLAP[row.setting]
         model = replace(described, accumulation=setting.accumulation, compute=row.compute / setting.accumulation)
-        on_device = row.method in LETTERS  # stages, with the overlap that they have on a device
-        yield row, _case(row, EMULATED, setting.sizes, replace(model, streams=on_device))
+        if row.method in LETTERS:  # with a device's overlap and buckets, see ``Workload.overlapping``
+            blocks = setting.sizes.ranks // 2 if row.method in ("ZeRO-1", "ZeRO-2") else 1
+            model = replace(model, streams=True, bucket=blocks * model.bucket)
+        yield row, _case(row, EMULATED, setting.sizes, model)
 
 
 def _case(row: records.Row, campaign: str, sizes: GroupSizes, model: Model) -> Case | None:
