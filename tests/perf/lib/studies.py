@@ -384,7 +384,7 @@ def rows_of(study: Study, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "own_loss": _mean(run.own_loss for run in cell.runs) if apart else "",
                 "training_loss": _mean(run.final_loss for run in cell.runs) if apart else "",
                 "ratio_of_mean_norms": round(statistics.fmean(norms), 5) if norms else "",
-                "inter_bytes": round(statistics.fmean(run.received for run in cell.runs)),
+                "inter_bytes": round(max(run.received for run in cell.runs)),  # older runs have none
                 "inter_bytes_formula": "" if study.held_out else round(formula(study, cell.runs[0])),
                 "seconds_a_run": round(statistics.fmean(run.seconds for run in cell.runs), 1),
             }
