@@ -133,12 +133,10 @@ def test_a_step_allocates_only_a_few_buckets(ranks: Any, names: tuple[str, ...])
     cluster, states = GroupSizes(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
     for name, units, accumulating, boundary in ranks(4).rows(peak_case, names, 2):
         # A layer that is gathered and unpacked, its gradient, the bucket, its message, the parts that arrive and
-        # their sum in fp32, gloo's own copies: 10 layers were counted, and up to 14 on a busy machine, where gloo
-        # keeps messages that come early. A second copy of anything is 24 or more. A unit of two layers has another
-        # layer gathered, and two more gradients.
-        layer = states.parameters / LAYERS
-        slack = (20 if units else 16) * layer
-        assert layer < accumulating < slack, (name, accumulating / slack)  # a gathered layer is seen
+        # their sum in fp32, gloo's own copies: 10 layers were counted. A second copy of anything is 24 or more.
+        # A unit of two layers has another layer gathered, and two more gradients.
+        slack = (18 if units else 14) / LAYERS * states.parameters
+        assert slack / 14 < accumulating < slack, (name, accumulating / slack)  # a gathered layer is seen
         boundary -= bytes_at_boundary(STRATEGIES[name], cluster, states)
         assert boundary < slack, (name, boundary / slack)
 
@@ -159,8 +157,8 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, bool, float
         expected = STRATEGIES[name].memory(cluster, states).total
         # Bytes in use now, less the states that exist now, are not model states.
         other = bytes_in_use() - model_bytes.measure_state_bytes(engine).total
-        # The least of three: gloo's threads buffer what arrives early from other ranks, more or less by chance.
-        peaks = [min(peak_of(partial(micro_step, boundary)) for _ in range(3)) for boundary in (False, True)]
+        # The least of five: gloo's threads buffer what arrives early from other ranks, more or less by chance.
+        peaks = [min(peak_of(partial(micro_step, boundary)) for _ in range(5)) for boundary in (False, True)]
         rows.append((name, units, *(peak - other - expected for peak in peaks)))
         engine.destroy()
     return rows[1:]
