@@ -262,14 +262,15 @@ class PausedMeasurement(Measurement):
     def measure(self) -> list[Row]:
         with ExitStack() as stack:
             for owner, name in self.reductions:
-                stack.enter_context(mock.patch.object(owner, name, self._beside_compute(getattr(owner, name))))
+                stack.enter_context(mock.patch.object(owner, name, self._overlap_with_compute(getattr(owner, name))))
             return super().measure()
 
-    def _beside_compute(self, reduction: Callable[..., Any]) -> Callable[..., Any]:
+    def _overlap_with_compute(self, reduction: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             ahead, begin = self.pauses.ahead, time.perf_counter()
             result = reduction(*args, **kwargs)
-            self.pauses.ahead = ahead + time.perf_counter() - begin  # once, also for a reduction inside another one
+            # Not +=, which would count a reduction inside this one twice.
+            self.pauses.ahead = ahead + time.perf_counter() - begin
             return result
 
         return timed

@@ -71,7 +71,7 @@ class Workload:
     whole: Callable[[nn.Module], Tensor] = lambda model: torch.cat([part.flatten() for part in gathered(model)])
     dtype: torch.dtype = torch.float32  # dtype of compute, fp32 or bf16; masters are in fp32
     rate: float = 1e-3  # AdamW's learning rate
-    # Whether FSDP2 gathers a block while the previous one runs, as it always does on a device, whose host is ahead.
+    # Whether FSDP2 gathers a block while the previous one runs, as it does on a device, whose host runs ahead.
     prefetch: bool = False
 
     @property

@@ -219,7 +219,7 @@ def test_figures_of_one_host_have_their_rows() -> None:
     cost, made = read_rows(RESULTS / "import_cost.csv"), table("creation")
     host = {row["method"]: float(row["ms_median"]) for row in read_rows(RESULTS / "host_time.csv")}
     errors = sum_errors.errors()
-    errors_of_ring = {
+    relative_errors = {
         name: sorted(errors[kind, name][64] / errors[kind, "ring"][64] for kind in ("noise", "signal"))
         for name in ("ordered", "two levels")
     }
@@ -235,7 +235,7 @@ def test_figures_of_one_host_have_their_rows() -> None:
         f"I-I-G takes {host['IIG'] / host['HSDP']:.2f} of HSDP's host time "
         f"(kept: {host['IIG'] / host['HSDP, kept']:.1f}), N-I-G {host['NIG'] / host['ZeRO-2']:.2f} of ZeRO-2's",
         "the error of an ordered sum is {:.2f} to {:.2f} of a bf16 ring's, in two levels {:.2f} to {:.2f}".format(
-            *errors_of_ring["ordered"], *errors_of_ring["two levels"]
+            *relative_errors["ordered"], *relative_errors["two levels"]
         ),
     )
     assert not missing(sentences)

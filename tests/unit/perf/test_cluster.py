@@ -138,7 +138,7 @@ def test_ratios_of_the_paper_are_predicted_in_its_setting() -> None:
 
 def test_blocks_sleep_less_after_a_reduction() -> None:
     measurement = OverlapMeasurement(OVERLAP["2x2-1"], argparse.Namespace(methods=None))
-    reduction = measurement._beside_compute(measurement._beside_compute(lambda: None))
+    reduction = measurement._overlap_with_compute(measurement._overlap_with_compute(lambda: None))
     slept, pauses = list[float](), measurement.pauses
     with mock.patch("time.sleep", slept.append):
         loss = Sleep.apply(Sleep.apply(torch.ones(2, requires_grad=True), pauses), pauses).sum()
